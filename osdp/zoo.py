@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,17 +92,28 @@ def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
 
 
 def model_contents(spec: str, sequence_length: int | None) -> str | None:
-    """Return all that the model depends on which `spec` names, beside installed packages; None: code of the user's.
+    """Return all that the model depends on which `spec` names, beside installed packages; None: that is not known,
+    as of the user's own code.
 
     Needs no torch.  Raises OsdpError as `load_model` does, of what can be known without it.
     """
     if spec.startswith("hf:"):
+        if not is_installed("transformers"):
+            return None
         path = Path(spec.removeprefix("hf:"))
         return f"{read_text(path / 'config.json' if path.is_dir() else path)} {sequence_length}"
     if ":" in spec and not spec.endswith((".yaml", ".yml")):
         return None
     card = read_model_card(Path(spec)) if spec.endswith((".yaml", ".yml")) else model_card(spec)
     return f"{card.family} {card.sizes()!r} {sequence_length or card.sequence_length}"
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package lies beside its metadata, by which its version is known, and not where it is worked on."""
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        return False
+    return any(Path(found.origin).parents[1].glob(f"{package}-*.dist-info"))
 
 
 def _source(spec: str, card: ModelCard, sequence_length: int | None) -> ModelSource:

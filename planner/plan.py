@@ -118,7 +118,7 @@ class Plan(_Strict):
     """Micro-batches per step."""
     predicted: Prediction
     gap: Annotated[float, Ge(0), Lt(1)]
-    """No plan in the search space exceeds samples_per_s / (1 - gap)."""
+    """No plan in the search space, within the limit less the headroom, exceeds samples_per_s / (1 - gap)."""
     choices: dict[str, str]
     """Strategy of every operator, or of its slices, by its name (`planner.strategies.notation.parse_choice`)."""
     recomputed_blocks: list[str]

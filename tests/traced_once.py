@@ -83,7 +83,7 @@ def trace_once(
     if device_type != "cpu":
         source = source.copied() if isinstance(source, Known) else source
         return trace_model(source, precision, device_type, micro_batch, *others)
-    settings = precision, device_type, None, *others
+    settings = precision, device_type, None, *others, source.sequence_length
     if isinstance(source, Known):
         copied, given = source.copied, (precision, device_type, micro_batch, *others)
         return graph_once(source.live, source.name, settings, lambda: trace_model(copied(), *given))
@@ -109,7 +109,7 @@ def source_once(model: Any, name: str, sequence_length: int | None, example_inpu
     copied = partial(source_of, model, name, sequence_length, example_inputs)
     if not isinstance(model, nn.Module) or example_inputs or any(part._forward_pre_hooks for part in model.modules()):
         return copied()  # what is wrapped already has hooks
-    return Known(name, lambda: model, lambda module, batch: ((), {}), 0, live=model, copied=copied)
+    return Known(name, lambda: model, lambda module, batch: ((), {}), sequence_length or 0, live=model, copied=copied)
 
 
 def install() -> None:

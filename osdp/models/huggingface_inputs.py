@@ -4,7 +4,6 @@ Arguments are recognised by their names, which mean the same in all of transform
 """
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -193,7 +192,10 @@ def find_inputs(
         fed.append("bool_masked_pos")
     has_tokens = find(config, "vocab_size") is not None and not head.endswith(_UNLABELLED)
     fed += [name for name in _LABELS if name in takes and (has_tokens or head.endswith(_CLASSES))]
-    length = _length(spec, config, sequence_length, has_text="pixel_values" not in fed or has_tokens)
+    has_text = "pixel_values" not in fed or has_tokens
+    if sequence_length is not None and not has_text:
+        notes.append(f"the sequence length {sequence_length} has no effect, as samples have none")
+    length = _length(spec, config, sequence_length, has_text=has_text)
     if {"input_ids", "pixel_values"} <= {*fed} and find(config, *_IMAGE_TOKEN) and length <= _image_tokens(config):
         expected = f"more than {_image_tokens(config)}, the tokens of an image"
         raise OsdpError(f"the samples of {spec} are too short for an image", got=f"{length} tokens", expected=expected)
@@ -203,8 +205,6 @@ def find_inputs(
 def _length(spec: str, config: Any, asked: int | None, *, has_text: bool) -> int:
     """Return the tokens or frames per sample; raises OsdpError if those asked for are too many or too few."""
     if not has_text:
-        if asked is not None:
-            warnings.warn(f"the sequence length {asked} has no effect on {spec}", stacklevel=3)
         return 1
     limits = [getattr(part, name, None) for part in nested(config) for name in _POSITIONS]
     maximum = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from osdp.zoo import load_model, model_contents
+from profiler.cluster.visible_gpus import has_driver
 from profiler.errors import OsdpError
 from profiler.graph_file import graph_from_text, graph_to_text
 from profiler.model_graph import ModelGraph
@@ -35,10 +36,12 @@ FOLDER = "OSDP_CACHE_DIR"
 """Environment variable."""
 MOST_GRAPHS = 100
 """That are kept; the ones unused for longest go."""
-_TRACERS = ("profiler", "osdp/models")
-"""Of whose text graphs depend, beside the packages that are installed."""
-_SETTINGS = ("PYTORCH_", "TORCH_", "TRANSFORMERS_")
+_TRACERS = ("profiler/**/*.py", "osdp/models/**/*.py", "osdp/zoo.py")
+"""Files on whose text graphs depend, beside the packages that are installed."""
+_SETTINGS = ("ACCELERATE_", "FSDP_", "HF_", "PYTORCH_", "TORCH_", "TRANSFORMERS_", "USE_")
 """Starts of the names of environment variables that may change a model."""
+_OWN_SETTING = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+"""Which loading a Hugging Face configuration sets."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +101,16 @@ class NamedModel:
 
     def _path(self, settings: TraceSettings) -> Path | None:
         """Return the file of the kept graph; None: it is not known what the model depends on, or nothing is kept."""
-        folder, contents = cache_folder(), None
-        with suppress(OsdpError):  # which loading it raises too
+        folder = cache_folder()
+        with suppress(OsdpError, OSError):  # which loading it raises too, where it matters
             contents = model_contents(self.name, self.sequence_length)
-        if folder is None or contents is None:
-            return None
-        hashed = sha256()
-        for part in (self.name, contents, repr(settings), *_surroundings()):
-            hashed.update(part.encode() + b"\0")
-        return folder / "graphs" / f"{hashed.hexdigest()}.json"
+            if folder is None or contents is None:
+                return None
+            hashed = sha256()
+            for part in (self.name, contents, repr(settings), *_surroundings()):
+                hashed.update((part.encode(errors="surrogateescape") if isinstance(part, str) else part) + b"\0")
+            return folder / "graphs" / f"{hashed.hexdigest()}.json"
+        return None
 
 
 def cache_folder() -> Path | None:
@@ -121,22 +125,22 @@ def cache_folder() -> Path | None:
     return Path(home) / "osdp"
 
 
-def _surroundings() -> Iterator[str]:
+def _surroundings() -> Iterator[str | bytes]:
     """Yield what a graph depends on beside its model: Python, installed packages, OSDP's tracer, and settings."""
-    yield f"{sys.version} {platform.machine()}"
+    yield f"{sys.version} {platform.machine()} {has_driver()}"
     for entry in sys.path:
         with suppress(OSError):
             names = os.listdir(entry or ".")
             yield from sorted(name for name in names if name.endswith((".dist-info", ".egg-info")))
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:  # PyTorch may be built where it lies
-        with suppress(OsdpError):
-            yield read_text(Path(torch.origin).with_name("version.py"))
+        yield Path(torch.origin).with_name("version.py").read_bytes()
     root = Path(__file__).resolve().parents[2]
-    for folder in _TRACERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            yield read_text(path)
-    yield repr(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
+    for pattern in _TRACERS:
+        files = (path for path in sorted(root.glob(pattern)) if not path.name.startswith("."))  # editors' own
+        yield from (path.read_bytes() for path in files)
+    settings = ((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    yield repr(sorted(item for item in settings if item[0] != _OWN_SETTING))
 
 
 def _kept(path: Path) -> ModelGraph:

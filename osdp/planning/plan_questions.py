@@ -54,7 +54,9 @@ def plan_frontier(
     for wanted, task in zip(requests, tasks, strict=True):
         point = points[task.limit_bytes]
         planned = (
-            Planned(written(point.found, wanted), graph, point.found, wanted, traced.trace_s) if point.found else None
+            Planned(written(point.found, wanted), graph, point.found, wanted, traced.trace_s, point.found.search_s)
+            if point.found
+            else None
         )
         refusal = explain_refusal(point.refusal, task, wanted) if point.refusal else None
         taken_from_bytes = None if point.taken_from_bytes is None else asked[point.taken_from_bytes]

@@ -8,6 +8,7 @@ Nothing here prints; `osdp.cli` does.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from osdp.planning.allocator_headroom import LEAST_SHARE, ROOMY, TIGHT, AllocatorHeadroom
@@ -89,6 +90,8 @@ class Planned:
     """What was asked, with the headroom that the plan has."""
     trace_s: float | None
     """Seconds that tracing took; None: the graph was kept from an earlier trace."""
+    search_s: float
+    """Seconds that the searches took."""
     tighter: Planned | None = None
     """The plan with less headroom, whose step retries of the allocator make longer than this one's; None: none was."""
 
@@ -129,26 +132,33 @@ def plan_graph(
     graph: ModelGraph, cluster: Cluster, request: Request, progress: Progress = lambda what, fraction: None
 ) -> Planned:
     """Return the fastest plan within the limit for a model that was traced. Raises OsdpError as `plan_model` does."""
-    task = task_of(request, graph, cluster)
-    space = Space(graph, pins=task.pins)
-    began_s, last = time.perf_counter(), 1.0 if request.roomier is None else 0.5
+    task, began_s = task_of(request, graph, cluster), time.perf_counter()
+    space, last = Space(graph, pins=task.pins), 1.0 if request.roomier is None else 0.5
     try:
         found = find_plan(task, request, part_of(progress, 0.0, last), space)
     except NothingFits as refused:
         raise explain_refusal(refused, task, request) from None
-    planned = Planned(written(found, request), graph, found, request, trace_s=0.0)
-    left_s = request.effort.seconds - (time.perf_counter() - began_s)
-    if request.roomier is None or left_s <= 0 or not would_gain_by_room(planned, request.roomier):
-        return planned
-    effort = replace(request.effort, seconds=left_s)
-    roomier = replace(request, headroom=request.roomier, roomier=None, effort=effort)
-    try:
-        found = find_plan(task_of(roomier, graph, cluster), roomier, part_of(progress, last, 1.0), space)
-    except NothingFits:
-        return planned
-    if samples_with_retries_per_s(found, ROOMY) <= samples_with_retries_per_s(planned.found, TIGHT):
-        return planned
-    return Planned(written(found, roomier), graph, found, roomier, trace_s=0.0, tighter=planned)
+    planned = Planned(written(found, request), graph, found, request, 0.0, time.perf_counter() - began_s)
+    if request.roomier is not None and would_gain_by_room(planned, request.roomier):
+        planned = with_more_room(planned, request.roomier, part_of(progress, last, 1.0), space)
+    progress("done", 1.0)
+    return planned
+
+
+def with_more_room(tight: Planned, headroom: Headroom, progress: Progress, space: Space) -> Planned:
+    """Return the plan with a larger headroom if it is faster when retries are counted, else the one that there is."""
+    request, began_s = tight.request, time.perf_counter()
+    effort = replace(request.effort, seconds=request.effort.seconds - tight.search_s, remedies=False)
+    if effort.seconds <= 0:
+        return tight
+    roomier = replace(request, headroom=headroom, roomier=None, effort=effort)
+    found = None
+    with suppress(OsdpError):  # nothing fits, or no simple plan does
+        found = find_plan(task_of(roomier, tight.graph, tight.cluster), roomier, progress, space)
+    search_s = tight.search_s + time.perf_counter() - began_s
+    if found is None or samples_with_retries_per_s(found, ROOMY) <= samples_with_retries_per_s(tight.found, TIGHT):
+        return replace(tight, search_s=search_s)
+    return Planned(written(found, roomier), tight.graph, found, roomier, tight.trace_s, search_s, tighter=tight)
 
 
 def would_gain_by_room(planned: Planned, roomier: Headroom) -> bool:

@@ -138,15 +138,15 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         progress("measuring units", 0.7)
         unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
     units_launched: list[UnitLaunch] = []  # before and after the rest, as a host changes its speed within seconds
-    again = partial(measure_unit_launch, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
+    launched = partial(measure_unit_launch, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
     if device.type == "cuda":
         progress("measuring the host", 0.74)
-        units_launched.append(again(wanted.precision))
+        units_launched.append(launched(wanted.precision))
     source = wanted.model
     graph, model = (None, ModelTimes()) if source is None else measure_model(wanted, source, device, progress)
     if device.type == "cuda":
         progress("measuring the host again", 0.97)
-        units_launched.append(again(wanted.precision))
+        units_launched.append(launched(wanted.precision))
     backend = "NCCL" if wanted.device == "cuda" else "gloo"
     return Findings(
         device_type=wanted.device,

@@ -4,9 +4,9 @@
 runs compare like with like; the memory limit does not bind them, and the report notes if they exceed it.
 """
 
-import dataclasses
 import time
 import warnings
+from dataclasses import replace
 
 from osdp.compat.seed_groups import grouped_strategy
 from osdp.planning.allocator_headroom import default_headroom, roomier_headroom
@@ -68,7 +68,7 @@ def _planned(job: Job) -> Plan:
     if config.fsdp_type == "OSDP":
         return plan_model(job.source, cluster, request).plan
     if config.batch is None:
-        found = plan_model(job.source, cluster, request)
+        found = plan_model(job.source, cluster, replace(request, roomier=None))  # it is given the whole limit
         graph, load = found.graph, found.found.load
     else:
         graph = trace_model(job.source, config.precision, cluster.device.kind, config.batch, masters)
@@ -91,7 +91,7 @@ def _with_samples_kept(job: Job, world_size: int) -> TrainConfig:
         near = max(1, round(kept / world_size)) * world_size
         advice = f"another number of ranks; or --global-batch {near}, with which losses are not as before"
         raise OsdpError(what, got=got, expected=f"a multiple of {world_size}", advice=advice)
-    return dataclasses.replace(config, global_batch=kept)
+    return replace(config, global_batch=kept)
 
 
 def _load(graph: ModelGraph, cluster: Cluster, request: Request) -> Workload:

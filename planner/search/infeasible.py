@@ -99,14 +99,15 @@ def _advice(refusal: Refusal) -> Iterator[str]:
         yield "a smaller model or shorter sequences (--seq), which were not tried"
 
 
-def refusal_of(smallest: PricedPlan, space: Space, task: Task) -> Refusal:
-    """Return why no plan of a task fits, given the plan that needs least memory."""
+def refusal_of(smallest: PricedPlan, space: Space, task: Task, *, remedies: bool = True) -> Refusal:
+    """Return why no plan of a task fits, given the plan that needs least memory, and, if asked for, what would."""
     operator = smallest.space.operator_at(smallest.peak)
     largest = sorted(space.graph.operators, key=lambda operator: -operator.numel)[:2]
-    attempts = (_first_enough(space, change, task) for change in _changes(task, smallest.load))
-    remedies = tuple(remedy for remedy in attempts if remedy)
+    changes = _changes(task, smallest.load) if remedies else ()
+    attempts = (_first_enough(space, change, task) for change in changes)
+    enough = tuple(remedy for remedy in attempts if remedy)
     name, names = operator.name if operator else "", tuple(operator.name for operator in largest)
-    return Refusal(task.limit_bytes, smallest.peak, smallest.load, name, names, remedies)
+    return Refusal(task.limit_bytes, smallest.peak, smallest.load, name, names, enough)
 
 
 def _first_enough(space: Space, attempts: Iterable[tuple[str, Workload]], task: Task) -> Remedy | None:

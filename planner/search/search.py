@@ -71,6 +71,8 @@ class Effort:
     """Labels that may be made (`MUCH` says when there are more); 0: every point gets the integer program alone."""
     seconds: float = float("inf")
     """Time after which the search ends with the best plan so far, and the gap that it has."""
+    remedies: bool = True
+    """Whether it is looked for what would help where nothing fits, which takes searches of its own."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def search(
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
-            raise NothingFits(refusal_of(plan, space, task))
+            raise NothingFits(refusal_of(plan, space, task, remedies=effort.remedies))
     if material_gain is not None and best is None:  # what the simple plan is looked for near is known only now
         simple = simplest(space, loads, task.limit_bytes, plan.load)
     progress("done", 1.0)

@@ -77,21 +77,21 @@ class Nvml:
 
 def any_visible() -> bool:
     """Whether torch sees a GPU.  Where there is no driver torch is not imported, which takes longer than a search."""
-    if "torch" not in sys.modules and not _has_driver():
+    if "torch" not in sys.modules and not has_driver():
         return False
     import torch
 
     return torch.cuda.is_available()
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
     """Whether a driver of GPUs may be there."""
     if sys.platform != "linux":
         return True
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return Path("/dev/kfd").exists()  # AMD's
+        return any(Path(device).exists() for device in ("/dev/kfd", "/dev/dxg"))  # AMD's, and of either under Windows
     return True
 
 

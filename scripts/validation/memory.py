@@ -43,6 +43,8 @@ GRIDS = ((1, 8), (2, 4))
 CLUSTER = "h100-4x8"
 MODEL, SMALL_MODEL = "gpt2-medium", "gpt2-tiny"
 MICRO_BATCH, STEPS = 2, 3
+MOST_RETRIES = 6
+"""Of a step of any plan that fills its limit."""
 DRY_RUNS = 6
 """At once, beside a GPU."""
 BEGIN_WITHIN_S = 90.0
@@ -85,6 +87,7 @@ class Held:
         error = self.predicted_bytes / self.allocated_bytes - 1
         found = outside(f"{case}: predicted / allocated - 1", error, -MOST_TOO_LOW, MOST_TOO_HIGH)
         found += outside(f"{case}: reserved / limit", self.reserved_bytes / self.limit_bytes, 0, 1)
+        found += outside(f"{case}: allocation retries of a step", self.retries, 0, MOST_RETRIES)
         within = f"{case}: allocation retries within {self.without_retries_bytes / MIB:.0f} MiB"
         return found + outside(within, self.retries_without, 0, 0)
 

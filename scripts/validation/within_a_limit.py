@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from yaml import safe_dump
 
-from osdp.planning.allocator_headroom import TIGHT, roomier_headroom
+from osdp.planning.allocator_headroom import ROOMY, TIGHT, roomier_headroom
 from osdp.planning.clusters import allocatable_bytes, memory_limit
 from osdp.planning.request import Request, plan_model
 from osdp.profile.fsdp_overhead import launched_stacks_s, unit_launch
@@ -54,7 +54,7 @@ def of_eight(place: Place) -> Finding:
     """Train as rank 0 of 8 with what 8 GB leave the allocator; time it against what is predicted without a network.
 
     Twice: as planned by default, and with the least headroom, which makes the allocator give cached memory back in
-    every step.  What that costs is in no prediction, but in what the planner compares such plans by: it is added here.
+    every step.  What retries cost is in no prediction, but in what the planner compares plans by: it is added here.
     """
     model = "gpt2-tiny" if place.is_dry else "gpt2-1.5b"
     source, machine = load_model(model), load_cluster(CLUSTER)
@@ -62,15 +62,16 @@ def of_eight(place: Place) -> Finding:
     told, complaints, figures = list[str](), list[str](), dict[str, Any]()
     least = Request(limit_bytes, "fp32", fused_name("adam"), micro_batch, headroom=TIGHT.headroom)
     plans = {
-        "by default": (plan_model(source, machine, replace(least, roomier=roomier_headroom(machine))), 0.0),
-        "with the least headroom": (plan_model(source, machine, least), TIGHT.retries_s),
+        "by default": plan_model(source, machine, replace(least, roomier=roomier_headroom(machine))),
+        "with the least headroom": plan_model(source, machine, least),
     }
     device = dry_device() if place.is_dry else start_over()
-    measured = of_this_device(machine, model, [one.plan.micro_batch for one, _ in plans.values()], device, place)
+    measured = of_this_device(machine, model, [one.plan.micro_batch for one in plans.values()], device, place)
     assert measured.launch is not None
     figures |= {field.name: getattr(measured.launch, field.name).value for field in fields(Launch)}
     is_known = not place.is_dry and any(chip in torch.cuda.get_device_name() for chip in CHIPS)
-    for name, (planned, retries_s) in plans.items():
+    for name, planned in plans.items():
+        retries_s = (TIGHT if planned.tighter is None else ROOMY).retries_s
         schedule = compile_plan(planned.plan, planned.graph, machine)
         if not place.is_dry:
             start_over(allocatable_bytes(machine, limit_bytes))

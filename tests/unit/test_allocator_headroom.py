@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from io import StringIO
@@ -12,13 +14,16 @@ from rich.console import Console
 from synthetic import cluster, transformer
 
 from osdp.cli.reports.plan import Circumstances, print_plan
+from osdp.cli.reports.plan_json import plan_object
 from osdp.planning import request as planning
 from osdp.planning.allocator_headroom import RETRY_S, ROOMY, TIGHT, default_headroom, roomier_headroom
 from osdp.planning.clusters import load_cluster
 from osdp.planning.memory_options import Headroom
-from osdp.planning.request import Planned, Request, part_of, plan_graph
+from osdp.planning.request import BEST, SIMPLE, Planned, Request, part_of, plan_graph
+from planner.search import infeasible
 from planner.search.search import Effort
 from profiler.byte_sizes import MIB
+from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
 MACHINE = cluster(1, 4)
@@ -61,8 +66,8 @@ def test_the_plan_is_the_faster_one_of_two_when_retries_are_counted(limit_mib: i
     tight, roomy = (planned(one.headroom, limit_bytes=limit_bytes) for one in (TIGHT, ROOMY))
     taken = planned(TIGHT.headroom, ROOMY.headroom, limit_bytes)
     fits = tight.plan.predicted.peak_memory_bytes <= roomy.plan.usable_bytes
-    is_long = TIGHT.retries * RETRY_S < 0.02 * tight.plan.predicted.step_time_s
-    loses = samples_per_s(roomy, 0.7) <= samples_per_s(tight, 3.0)
+    is_long = 0.02 * tight.plan.predicted.step_time_s > 3.1 * 0.010
+    loses = samples_per_s(roomy, 0.7) <= samples_per_s(tight, 3.1)
     expected = tight if fits or is_long or loses else roomy
     assert (taken.plan.choices, taken.plan.predicted) == (expected.plan.choices, expected.plan.predicted)
     assert taken.plan.headroom_bytes == expected.plan.headroom_bytes
@@ -101,6 +106,37 @@ def test_what_does_not_fit_with_more_headroom_is_planned_with_less() -> None:
     assert taken.tighter is None
 
 
+@pytest.mark.parametrize("style", [SIMPLE, BEST, ""])
+def test_a_plan_that_was_found_is_given_whatever_more_headroom_finds(style: str) -> None:
+    """Near the smallest limit no plan, and further on no simple plan, fits with more headroom."""
+    for limit_mib in range(100, 180, 8):
+        with suppress(OsdpError):
+            tight = planned(TIGHT.headroom, limit_bytes=limit_mib * MIB, style=style)
+            assert planned(TIGHT.headroom, ROOMY.headroom, limit_mib * MIB, style=style).found.search_s > 0
+            assert tight.plan.headroom_bytes
+
+
+def test_what_would_help_is_not_looked_for_where_a_plan_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = infeasible._changes
+    monkeypatch.setattr(infeasible, "_changes", lambda *args: asked.append(True) or real(*args))
+    least = next(mib for mib in range(100, 2000, 5) if fits(mib))
+    asked.clear()
+    planned(TIGHT.headroom, ROOMY.headroom, least * MIB)
+    assert asked == []
+    with pytest.raises(planning.NothingFits):
+        planned(TIGHT.headroom, ROOMY.headroom, least // 2 * MIB)
+    assert asked
+
+
+def test_both_searches_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "find_plan", lambda *args: time.sleep(0.2) or planning_find(*args))
+    taken = planned(TIGHT.headroom, ROOMY.headroom)
+    assert taken.tighter is not None
+    assert taken.search_s >= taken.tighter.search_s + 0.2 >= 0.4
+    assert planned(TIGHT.headroom, ROOMY.headroom, 40_000 * MIB).search_s >= 0.2
+
+
 def fits(limit_mib: int) -> bool:
     try:
         planned(TIGHT.headroom, limit_bytes=limit_mib * MIB)
@@ -132,6 +168,11 @@ def test_progress_goes_on_from_one_search_to_the_next() -> None:
     )
     assert told == sorted(told)
     assert told[-1] == 1.0
+    told.clear()
+    roomy = Request(40_000 * MIB, headroom=TIGHT.headroom, roomier=ROOMY.headroom)
+    plan_graph(graph(), MACHINE, roomy, lambda what, fraction: told.append(fraction))
+    assert told == sorted(told)
+    assert told[-1] == 1.0, "one search was enough"
     part_of(lambda what, fraction: told.append(fraction), 0.5, 1.0)("half of the second half", 0.5)
     assert told[-1] == 0.75
 
@@ -140,5 +181,10 @@ def test_the_report_says_why_there_is_more_headroom() -> None:
     taken, tight = planned(TIGHT.headroom, ROOMY.headroom), planned(TIGHT.headroom)
     text = report(taken)
     assert "headroom 105.0 MiB, because with 10.5 MiB" in text
-    assert f"{samples_per_s(taken, 0.7):.4g} samples/s against {samples_per_s(tight, 3.0):.4g}" in text
+    assert f"{samples_per_s(taken, 0.7):.4g} samples/s against {samples_per_s(tight, 3.1):.4g}" in text
     assert "because with" not in report(tight)
+    told = plan_object(taken, 1.0)["tighter"]
+    assert told["samples_per_s"] == tight.plan.predicted.samples_per_s
+    assert told["samples_with_retries_per_s"] == pytest.approx(samples_per_s(tight, 3.1))
+    assert told["samples_with_retries_per_s_of_this"] == pytest.approx(samples_per_s(taken, 0.7))
+    assert plan_object(tight, 1.0)["tighter"] is None

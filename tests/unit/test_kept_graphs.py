@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import spec_from_file_location
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from small_models import MODELS
 from thoroughness import THOROUGH
 
+from osdp import zoo
 from osdp.planning import named_model
 from osdp.planning.named_model import NamedModel, TraceSettings, cache_folder
 from osdp.zoo import load_model
@@ -104,6 +106,76 @@ TEXT = graph_to_text(tiny())
 
 # --- files
 
+FACTORY = """
+import torch
+
+def make_model():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.example_inputs = lambda micro_batch: ((torch.randn(micro_batch, 4),), {})
+    return model
+"""
+HUGGING_FACE = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_head": 2,
+    "n_layer": 2,
+    "vocab_size": 64,
+    "n_positions": 32,
+}
+
+
+def test_a_hugging_face_configuration_is_kept(folder: Path, tmp_path: Path, traces: list[str]) -> None:
+    """Under the same name whatever was loaded before, and not under that of another configuration."""
+    named = NamedModel(f"hf:{tmp_path}", 8)
+    for layers in (2, 3):
+        (tmp_path / "config.json").write_text(json.dumps({**HUGGING_FACE, "n_layer": layers}))
+        first, second = named.traced(FP32), named.traced(FP32)
+        assert len(first.graph.blocks) == layers
+        assert (second.graph, second.trace_s) == (first.graph, None)
+    assert len(traces) == 2
+
+
+def test_files_of_editors_beside_the_tracer_change_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them links to nothing, and what is not text."""
+    tracer = tmp_path / "profiler"
+    tracer.mkdir()
+    (tracer / "passes.py").touch()
+    monkeypatch.setattr(named_model, "__file__", str(tmp_path / "osdp" / "planning" / "named_model.py"))
+    before = TINY._path(FP32)
+    assert before is not None
+    (tracer / ".#passes.py").symlink_to("nowhere")
+    (tracer / "._passes.py").write_bytes(b"\xff\xfe")
+    assert TINY._path(FP32) == before
+    (tracer / "passes.py").write_bytes(b"\xff")
+    assert TINY._path(FP32) not in (None, before)
+    (tracer / "passes.py").unlink()
+    (tracer / "passes.py").symlink_to("nowhere")
+    assert TINY._path(FP32) is None, "it is not known what a graph depends on"
+
+
+def test_names_that_are_no_text_are_names_too(folder: Path, tmp_path: Path, traces: list[str]) -> None:
+    file = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.yaml")
+    Path(file).write_text((Path(__file__).parents[2] / "configs/models/gpt2-tiny.yaml").read_text())
+    for _ in range(2):
+        NamedModel(file, 16).traced(FP32)
+    assert len(traces) == 1
+
+
+def test_a_package_that_is_worked_on_is_not_known_by_its_version(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))
+    assert NamedModel(f"hf:{tmp_path}")._path(FP32) is not None
+    package = tmp_path / "checkout" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    spec = spec_from_file_location("transformers", package / "__init__.py")
+    monkeypatch.setattr(zoo, "find_spec", lambda name: spec)
+    assert NamedModel(f"hf:{tmp_path}")._path(FP32) is None
+
 
 def test_a_model_is_traced_once(folder: Path, traces: list[str]) -> None:
     first, second = TINY.traced(FP32), TINY.traced(FP32)
@@ -153,7 +225,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     yield "its version"
     monkeypatch.setenv("TORCH_MADE_UP", "1")
     yield "a setting of PyTorch"
-    monkeypatch.setattr(named_model, "read_text", lambda path, read=named_model.read_text: f"{read(path)} # edited")
+    monkeypatch.setattr(named_model, "_TRACERS", (*named_model._TRACERS, "setup.cfg"))
     yield "the tracer"
 
 
@@ -181,13 +253,15 @@ def test_files_of_models_are_known_by_what_they_say(folder: Path, tmp_path: Path
     assert len(traces) == 2
 
 
-def test_the_users_own_code_is_never_kept(folder: Path, traces: list[str]) -> None:
+def test_the_users_own_code_is_never_kept(
+    folder: Path, tmp_path: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it depends on is not known."""
+    (tmp_path / "made_up_models.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
     for _ in range(2):
-        NamedModel("torch.nn:Identity", None)._path(FP32)
-        with pytest.raises(OsdpError):
-            NamedModel("no_such_module:model").traced(FP32)
-    assert len(traces) == 2
+        assert NamedModel("made_up_models:make_model").traced(FP32).trace_s is not None
+    assert traces == ["made_up_models:make_model"] * 2
     assert not folder.exists()
 
 
@@ -253,10 +327,14 @@ def test_a_kept_graph_is_planned_without_torch(tmp_path: Path) -> None:
     """Also where the cluster is the one of the GPUs that are visible, if no driver is there."""
     environment = {**os.environ, named_model.FOLDER: str(tmp_path)}
 
-    def planned(*arguments: str) -> tuple[dict[str, Any], bool]:
-        command = [sys.executable, "-c", PROGRAM, *arguments, "--json"]
+    def told(*arguments: str) -> tuple[str, bool]:
+        command = [sys.executable, "-c", PROGRAM, *arguments]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-        return json.loads(run.stdout), "True" in run.stderr
+        return run.stdout, "True" in run.stderr
+
+    def planned(*arguments: str) -> tuple[dict[str, Any], bool]:
+        text, imported = told(*arguments, "--json")
+        return json.loads(text), imported
 
     wanted = "plan", "--model", "gpt2-tiny", "--mem", "2GB"
     first, imported = planned(*wanted)
@@ -265,4 +343,7 @@ def test_a_kept_graph_is_planned_without_torch(tmp_path: Path) -> None:
     assert not imported
     seconds = [one.pop("seconds") for one in (first, second)]
     assert first == second
+    plan = tmp_path / "plan.yaml"
+    planned(*wanted, "-o", str(plan))
+    assert told("explain", str(plan), "lm_head")[1] is False
     assert (seconds[0]["trace"] > 0, seconds[1]["trace"]) == (True, None)

@@ -86,7 +86,7 @@ def planned_by_hand(graph: ModelGraph | None = None, recomputed: int = 4, limit_
         points=3,
         search_s=0.25,
     )
-    return Planned(plan, graph, found, Request(limit_bytes), trace_s=0.5)
+    return Planned(plan, graph, found, Request(limit_bytes), trace_s=0.5, search_s=0.25)
 
 
 def plan_text(planned: Planned, around: Circumstances | None = None, width: int = WIDTH) -> str:
@@ -248,6 +248,7 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
         "assumed_of_cluster",
         "simple_samples_per_s",
         "selectively_recomputed_blocks",
+        "tighter",
     ]
     assert told["schema"] == "osdp.plan_report/1"
     assert (told["model"], told["cluster"], told["limit_bytes"]) == ("transformer", "test", LIMIT_BYTES)

@@ -40,7 +40,7 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
     for limit, text in _changes(rows):
         changes.add_row(limit, text)
     print_section(console, "What changes from one limit to the next", changes)
-    trace, searches_s = trace_time(plans[0]), sum(planned.found.search_s for planned in plans)
+    trace, searches_s = trace_time(plans[0]), sum(planned.search_s for planned in plans)
     console.print(f"{trace}, the searches {searches_s:.2f} s, the command {around.total_s:.2f} s.")
     if around.written_to:
         console.print(f"Written to {around.written_to}")

@@ -117,8 +117,8 @@ def _headroom(planned: Planned, tighter: Planned) -> str:
     own, other = samples_with_retries_per_s(planned.found, ROOMY), samples_with_retries_per_s(tighter.found, TIGHT)
     return (
         f"{format_bytes(planned.plan.headroom_bytes)}, because with {format_bytes(tighter.plan.headroom_bytes)} CUDA's "
-        f"caching allocator gives memory back about {TIGHT.retries:g} times a step, {format_seconds(RETRY_S)} each "
-        f"(measured on an H200).  Predictions leave that out; with it, {format_count(own)} samples/s against "
+        f"caching allocator gives memory back about {TIGHT.retries:.0f} times a step, {format_seconds(RETRY_S)} each "
+        f"(as measured on an H200).  Predictions leave that out; with it, {format_count(own)} samples/s against "
         f"{format_count(other)}.  --headroom sets another"
     )
 
@@ -221,13 +221,15 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     """Return what is proven, how long it took, and what the tracer had to assume."""
     plan, found = planned.plan, planned.found
     bound = format_count(found.bound_samples_per_s)
+    within = " with these pins" if plan.asked.pins else ""
+    within += " with this headroom" if planned.tighter is not None else ""
     lines = [
         f"Certified gap {plan.gap:.2%}: no plan of the search space has more than {bound} samples/s in this cost "
-        f"model{' with these pins' if plan.asked.pins else ''}. The search space has, for each block and each operator "
+        f"model{within}. The search space has, for each block and each operator "
         f"outside blocks, {_offer(planned)}; one strategy for all tied operators; no, selective or whole recomputation "
         f"of each block; "
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
-        f"{trace_time(planned)}, the search {found.search_s:.2f} s, the command {around.total_s:.2f} s.",
+        f"{trace_time(planned)}, the search {planned.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]
     if found.simple is not None:
         gain = found.samples_per_s / found.simple.samples_per_s - 1.0

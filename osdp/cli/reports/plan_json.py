@@ -7,8 +7,9 @@ from typing import Any
 from osdp.cli.reports.dealing import dealing_object
 from osdp.cli.reports.figures import assumed_of
 from osdp.cli.reports.verdict import verdict
+from osdp.planning.allocator_headroom import RETRY_S, ROOMY, TIGHT
 from osdp.planning.plan_questions import FrontierRow
-from osdp.planning.request import Planned
+from osdp.planning.request import Planned, samples_with_retries_per_s
 from planner.analysis.dealing import Dealing
 from planner.analysis.plan_diff import HIDDEN
 from planner.analysis.what_if import WhatIf
@@ -59,7 +60,7 @@ def plan_object(
         ],
         "choices": plan.choices,
         "recomputed_blocks": plan.recomputed_blocks,
-        "seconds": {"trace": planned.trace_s, "search": planned.found.search_s, "total": total_s},
+        "seconds": {"trace": planned.trace_s, "search": planned.search_s, "total": total_s},
         "headroom_bytes": plan.headroom_bytes,
         "pins": plan.asked.pins,
         "not_run_yet": [],  # a published key; every strategy that is planned runs
@@ -69,6 +70,19 @@ def plan_object(
         "assumed_of_cluster": assumed_of(planned.cluster),
         "simple_samples_per_s": simple.samples_per_s if simple else None,
         "selectively_recomputed_blocks": plan.selectively_recomputed_blocks,
+        "tighter": None if planned.tighter is None else _tighter(planned, planned.tighter),
+    }
+
+
+def _tighter(planned: Planned, tighter: Planned) -> dict[str, float]:
+    """Return the plan with less headroom that is predicted to be faster, until retries are counted."""
+    return {
+        "headroom_bytes": tighter.plan.headroom_bytes,
+        "samples_per_s": tighter.plan.predicted.samples_per_s,
+        "samples_with_retries_per_s": samples_with_retries_per_s(tighter.found, TIGHT),
+        "samples_with_retries_per_s_of_this": samples_with_retries_per_s(planned.found, ROOMY),
+        "retries_of_a_step": TIGHT.retries,
+        "retry_s": RETRY_S,
     }
 
 
