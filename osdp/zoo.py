@@ -82,13 +82,25 @@ def load_model(spec: str, *, sequence_length: int | None = None) -> ModelSource:
         from osdp.models.huggingface import load_hf
 
         return load_hf(spec, sequence_length)
-    if spec.endswith((".yaml", ".yml")):
-        return _source(spec, read_model_card(Path(spec)), sequence_length)
-    if ":" in spec:
+    if _is_code(spec):
         from osdp.models.user_factory import load_user_model
 
         return load_user_model(spec, sequence_length)
-    return _source(spec, model_card(spec), sequence_length)
+    return _source(spec, _card(spec), sequence_length)
+
+
+def _is_code(spec: str) -> bool:
+    """Whether `spec` names a factory of the user's, where it is no Hugging Face configuration."""
+    return ":" in spec and not _is_card(spec)
+
+
+def _is_card(spec: str) -> bool:
+    return spec.endswith((".yaml", ".yml"))
+
+
+def _card(spec: str) -> ModelCard:
+    """Return what a file says of a model, the user's or one of the zoo; raises OsdpError."""
+    return read_model_card(Path(spec)) if _is_card(spec) else model_card(spec)
 
 
 def model_contents(spec: str, sequence_length: int | None) -> str | None:
@@ -102,9 +114,9 @@ def model_contents(spec: str, sequence_length: int | None) -> str | None:
             return None
         path = Path(spec.removeprefix("hf:"))
         return f"{read_text(path / 'config.json' if path.is_dir() else path)} {sequence_length}"
-    if ":" in spec and not spec.endswith((".yaml", ".yml")):
+    if _is_code(spec):
         return None
-    card = read_model_card(Path(spec)) if spec.endswith((".yaml", ".yml")) else model_card(spec)
+    card = _card(spec)
     return f"{card.family} {card.sizes()!r} {sequence_length or card.sequence_length}"
 
 

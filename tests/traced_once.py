@@ -71,15 +71,9 @@ def _told(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def trace_once(
-    source: ModelSource,
-    precision: str = "fp32",
-    device_type: str = "cpu",
-    micro_batch: int | None = None,
-    master_weights: str = "",
-    expert_imbalance: float = 1.0,
+    source: ModelSource, precision: str = "fp32", device_type: str = "cpu", micro_batch: int | None = None, *others: Any
 ) -> ModelGraph:
     """Stand in for `trace_model`, which takes most of the time of a small model."""
-    others = master_weights, expert_imbalance
     if device_type != "cpu":
         source = source.copied() if isinstance(source, Known) else source
         return trace_model(source, precision, device_type, micro_batch, *others)

@@ -151,10 +151,10 @@ def with_more_room(tight: Planned, headroom: Headroom, progress: Progress, space
     effort = replace(request.effort, seconds=request.effort.seconds - tight.search_s, remedies=False)
     if effort.seconds <= 0:
         return tight
-    roomier = replace(request, headroom=headroom, roomier=None, effort=effort)
-    found = None
+    roomier, found = replace(request, headroom=headroom, roomier=None), None
     with suppress(OsdpError):  # nothing fits, or no simple plan does
-        found = find_plan(task_of(roomier, tight.graph, tight.cluster), roomier, progress, space)
+        task = task_of(roomier, tight.graph, tight.cluster)
+        found = find_plan(task, replace(roomier, effort=effort), progress, space)
     search_s = tight.search_s + time.perf_counter() - began_s
     if found is None or samples_with_retries_per_s(found, ROOMY) <= samples_with_retries_per_s(tight.found, TIGHT):
         return replace(tight, search_s=search_s)

@@ -161,8 +161,10 @@ def test_a_time_budget_is_of_both_searches(monkeypatch: pytest.MonkeyPatch) -> N
     first, second = given
     assert first.seconds == 60.0
     assert 0 < second.seconds < 60.0
+    effort = Effort(seconds=60.0)
+    assert planned(TIGHT.headroom, ROOMY.headroom, effort=effort).request.effort == effort, "as it was asked"
     planned(TIGHT.headroom, ROOMY.headroom, effort=Effort(seconds=1e-6))
-    assert len(given) == 3
+    assert len(given) == 5
 
 
 def test_progress_goes_on_from_one_search_to_the_next() -> None:
