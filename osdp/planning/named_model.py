@@ -6,7 +6,8 @@
 A graph is kept where all that it depends on is known: of models of the zoo, of their files, and of Hugging Face
 configurations, and not of the user's own code.  Its key is a hash of the configuration, of what the trace was asked, of
 the text of OSDP's packages that trace, and of the versions of all installed packages, so that it is not found when any
-of these has changed.  A kept graph that is missing, damaged or of no use is traced anew.
+of these has changed.  A kept graph that is missing, damaged or of no use is traced anew.  Graphs of the zoo come with
+OSDP (`osdp.planning.zoo_graphs`).
 
 `OSDP_CACHE_DIR` is the folder, by default `osdp` in `$XDG_CACHE_HOME` or `~/.cache`; nothing is kept if it is empty.
 """
@@ -24,6 +25,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
+from osdp.planning.zoo_graphs import DEVICE_TYPE, tracer_hash, zoo_graph
 from osdp.zoo import load_model, model_contents
 from profiler.cluster.visible_gpus import has_driver
 from profiler.errors import OsdpError
@@ -36,8 +38,6 @@ FOLDER = "OSDP_CACHE_DIR"
 """Environment variable."""
 MOST_GRAPHS = 100
 """That are kept; the ones unused for longest go."""
-_TRACERS = ("profiler/**/*.py", "osdp/models/**/*.py", "osdp/zoo.py")
-"""Files on whose text graphs depend, beside the packages that are installed."""
 _SETTINGS = ("ACCELERATE_", "FSDP_", "HF_", "PYTORCH_", "TORCH_", "TRANSFORMERS_", "USE_")
 """Starts of the names of environment variables that may change a model."""
 _OWN_SETTING = "TRANSFORMERS_DISABLE_TORCH_CHECK"
@@ -50,7 +50,7 @@ class Traced:
 
     graph: ModelGraph
     trace_s: float | None
-    """Seconds that tracing took; None: the graph was kept from an earlier trace."""
+    """Seconds that tracing took; None: the graph is of an earlier trace."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,14 @@ class NamedModel:
         return load_model(self.name, sequence_length=self.sequence_length)
 
     def traced(self, settings: TraceSettings) -> Traced:
-        """Return the model's graph, kept or traced now; raises OsdpError."""
+        """Return the model's graph, which came with OSDP, was kept or is traced now; raises OsdpError."""
         # A trace that no micro-batch was named for, if there is one, is right for each.
-        paths = [self._path(one) for one in dict.fromkeys((replace(settings, micro_batch=None), settings))]
+        of_any = replace(settings, micro_batch=None)
+        if of_any == TraceSettings(settings.precision, DEVICE_TYPE):
+            graph = zoo_graph(self.name, self.sequence_length, settings.precision)
+            if graph is not None:
+                return Traced(graph, None)
+        paths = [self._path(one) for one in dict.fromkeys((of_any, settings))]
         for path in paths:
             with suppress(OsdpError):
                 if path is not None:
@@ -135,10 +140,7 @@ def _surroundings() -> Iterator[str | bytes]:
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:  # PyTorch may be built where it lies
         yield Path(torch.origin).with_name("version.py").read_bytes()
-    root = Path(__file__).resolve().parents[2]
-    for pattern in _TRACERS:
-        files = (path for path in sorted(root.glob(pattern)) if not path.name.startswith("."))  # editors' own
-        yield from (path.read_bytes() for path in files)
+    yield tracer_hash()
     settings = ((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
     yield repr(sorted(item for item in settings if item[0] != _OWN_SETTING))
 

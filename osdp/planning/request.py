@@ -89,7 +89,7 @@ class Planned:
     request: Request
     """What was asked, with the headroom that the plan has."""
     trace_s: float | None
-    """Seconds that tracing took; None: the graph was kept from an earlier trace."""
+    """Seconds that tracing took; None: the graph is of an earlier trace."""
     search_s: float
     """Seconds that the searches took."""
     tighter: Planned | None = None

@@ -21,7 +21,7 @@ from small_models import MODELS
 from thoroughness import THOROUGH
 
 from osdp import zoo
-from osdp.planning import named_model
+from osdp.planning import named_model, zoo_graphs
 from osdp.planning.named_model import NamedModel, TraceSettings, cache_folder
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
@@ -143,7 +143,7 @@ def test_files_of_editors_beside_the_tracer_change_nothing(
     tracer = tmp_path / "profiler"
     tracer.mkdir()
     (tracer / "passes.py").touch()
-    monkeypatch.setattr(named_model, "__file__", str(tmp_path / "osdp" / "planning" / "named_model.py"))
+    monkeypatch.setattr(zoo_graphs, "__file__", str(tmp_path / "osdp" / "planning" / "zoo_graphs.py"))
     before = TINY._path(FP32)
     assert before is not None
     (tracer / ".#passes.py").symlink_to("nowhere")
@@ -225,7 +225,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     yield "its version"
     monkeypatch.setenv("TORCH_MADE_UP", "1")
     yield "a setting of PyTorch"
-    monkeypatch.setattr(named_model, "_TRACERS", (*named_model._TRACERS, "setup.cfg"))
+    monkeypatch.setattr(zoo_graphs, "_TRACERS", (*zoo_graphs._TRACERS, "setup.cfg"))
     yield "the tracer"
 
 
@@ -336,7 +336,7 @@ def test_a_kept_graph_is_planned_without_torch(tmp_path: Path) -> None:
         text, imported = told(*arguments, "--json")
         return json.loads(text), imported
 
-    wanted = "plan", "--model", "gpt2-tiny", "--mem", "2GB"
+    wanted = "plan", "--model", "gpt2-tiny", "--seq", "32", "--mem", "2GB"
     first, imported = planned(*wanted)
     assert imported
     second, imported = planned(*wanted)

@@ -23,7 +23,7 @@ from profiler.errors import install_advice
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CODE = ("osdp", "planner", "profiler", "runtime")
-DATA = {"configs": "*.yaml", "cuda": "*.cu"}
+DATA = {"configs": "*.[yjg]*", "cuda": "*.cu"}
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,8 @@ def test_installed_wheel_finds_its_data(wheel: Path, tmp_path: Path) -> None:
         "import osdp, planner\n"
         "from osdp.resources import resource_dir, resource_names\n"
         "print(osdp.__file__, planner.__file__, resource_dir('configs'), resource_dir('cuda'), sep='\\n')\n"
+        "from osdp.planning.zoo_graphs import zoo_graph\n"
+        "print(zoo_graph('gpt2-tiny', None, 'bf16') is not None)\n"
         "print(*resource_names('models'))\n"
     )
     result = subprocess.run(
@@ -227,7 +229,8 @@ def test_installed_wheel_finds_its_data(wheel: Path, tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    *places, models = result.stdout.splitlines()
+    *places, has_graphs, models = result.stdout.splitlines()
+    assert has_graphs == str(version("torch").startswith("2.13.0"))
     expected = ["osdp/__init__.py", "planner/__init__.py", "osdp/configs", "osdp/cuda"]
     assert places == [str(site.resolve() / place) for place in expected]
     assert models.split() == sorted(path.stem for path in (CHECKOUT / "configs" / "models").glob("*.yaml"))

@@ -213,8 +213,7 @@ def _offer(planned: Planned) -> str:
 
 def trace_time(planned: Planned) -> str:
     """Say how long tracing took."""
-    kept = planned.trace_s is None
-    return "The model's trace was kept from an earlier command" if kept else f"Tracing took {planned.trace_s:.2f} s"
+    return "The model was traced before" if planned.trace_s is None else f"Tracing took {planned.trace_s:.2f} s"
 
 
 def _footer(planned: Planned, around: Circumstances) -> str:
