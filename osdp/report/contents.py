@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from osdp.cli.reports.figures import figures_of, format_count, format_seconds, name_phase, rates, source_kind
-from osdp.cli.reports.plan import TERMS, baseline_name
+from osdp.cli.reports.plan import TERMS, baseline_name, why_more_headroom
 from osdp.cli.reports.rows import RECOMPUTED
 from osdp.cli.reports.verdict import summary, verdict
 from osdp.planning.request import Planned
@@ -183,7 +183,11 @@ def plan_contents(planned: Planned, how: str, prices: PricesWanted) -> PlanConte
     """Return what a report says of one plan that was just found."""
     view = open_plan(planned.plan, planned.graph, planned.cluster)
     contents = open_contents(view, verdict(planned), how, prices)
-    return replace(contents, baselines=tuple(_baselines(planned)), point=frontier_point(planned))
+    facts = contents.facts
+    if planned.tighter is not None:
+        why = why_more_headroom(planned, planned.tighter)
+        facts = (*facts, Fact("headroom", format_bytes(planned.plan.headroom_bytes), why))
+    return replace(contents, facts=facts, baselines=tuple(_baselines(planned)), point=frontier_point(planned))
 
 
 def open_contents(view: OpenPlan, text: str, how: str, prices: PricesWanted) -> PlanContents:

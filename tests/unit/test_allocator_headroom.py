@@ -20,6 +20,8 @@ from osdp.planning.allocator_headroom import RETRY_S, ROOMY, TIGHT, default_head
 from osdp.planning.clusters import load_cluster
 from osdp.planning.memory_options import Headroom
 from osdp.planning.request import BEST, SIMPLE, Planned, Request, part_of, plan_graph
+from osdp.report.contents import plan_contents
+from osdp.report.model_strip import PricesWanted
 from planner.search import infeasible
 from planner.search.search import Effort
 from profiler.byte_sizes import MIB
@@ -197,3 +199,13 @@ def test_the_report_says_why_there_is_more_headroom() -> None:
     assert told["samples_with_retries_per_s"] == pytest.approx(samples_per_s(tight, 3.1))
     assert told["samples_with_retries_per_s_of_this"] == pytest.approx(samples_per_s(taken, 0.7))
     assert plan_object(tight, 1.0)["tighter"] is None
+
+
+def test_the_page_says_so_too() -> None:
+    taken, tight = planned(TIGHT.headroom, ROOMY.headroom), planned(TIGHT.headroom)
+    facts = {fact.name: fact for fact in plan_contents(taken, "", PricesWanted.NONE).facts}
+    assert facts["headroom"].value == "105.0 MiB"
+    assert (
+        f"{samples_per_s(taken, 0.7):.4g} samples/s against {samples_per_s(tight, 3.1):.4g}" in facts["headroom"].note
+    )
+    assert "headroom" not in {fact.name for fact in plan_contents(tight, "", PricesWanted.NONE).facts}

@@ -98,7 +98,7 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     reserved = f"{free}{format_bytes(cluster.reserve_bytes)} are reserved for {reserve_use(device)}"
     table.add_row("limit", f"{limit}, of which {reserved}")
     if planned.tighter is not None:
-        table.add_row("headroom", _headroom(planned, planned.tighter))
+        table.add_row("headroom", f"{format_bytes(plan.headroom_bytes)}, {why_more_headroom(planned, planned.tighter)}")
     if plan.waits.source:
         table.add_row("imbalance", _waits(plan.waits))
     if plan.asked.pins:
@@ -112,11 +112,11 @@ def _header(planned: Planned, around: Circumstances) -> Table:
     return table
 
 
-def _headroom(planned: Planned, tighter: Planned) -> str:
+def why_more_headroom(planned: Planned, tighter: Planned) -> str:
     """Say what the plan gains by having more headroom than another."""
     own, other = samples_with_retries_per_s(planned.found, ROOMY), samples_with_retries_per_s(tighter.found, TIGHT)
     return (
-        f"{format_bytes(planned.plan.headroom_bytes)}, because with {format_bytes(tighter.plan.headroom_bytes)} CUDA's "
+        f"because with {format_bytes(tighter.plan.headroom_bytes)} CUDA's "
         f"caching allocator gives memory back about {TIGHT.retries:.0f} times a step, {format_seconds(RETRY_S)} each "
         f"(as measured on an H200).  Predictions leave that out; with it, {format_count(own)} samples/s against "
         f"{format_count(other)}.  --headroom sets another"
