@@ -15,6 +15,7 @@ from synthetic import cluster
 from thoroughness import THOROUGH
 
 from osdp.models.config import FAMILIES
+from osdp.planning.verify import as_on
 from planner.analysis.explain import open_plan
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
 from profiler.cluster.cluster import Cluster
@@ -22,7 +23,6 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.metered_pass import find_loss
-from profiler.trace.python_values import answering
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
 from runtime.observe.dry_run import Script, dry_run
@@ -132,8 +132,9 @@ def compare(
     rank: int | None = None,
     *,
     with_data: bool = not THOROUGH,
+    device_type: str = "cpu",
 ) -> Compared:
-    """Predict a plan's memory and run it dry on a rank (None: the fullest).
+    """Predict a plan's memory and run it dry on a rank (None: the fullest), with the kernels of a kind of device.
 
     Unless thorough the CPU computes, which takes small models a quarter of the time that fake tensors take them;
     `test_memory_tracker.py` compares the two.
@@ -141,7 +142,7 @@ def compare(
     view = open_plan(plan, graph, machine)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
     named = model.build, model.example_inputs, lambda out: find_loss(out)[0]
-    answers = nullcontext if with_data else lambda: answering(DataDependent(1.0))
+    answers = nullcontext if with_data else lambda: as_on(device_type, DataDependent(1.0))
     script = Script(*named, plan.optimizer, plan.micro_batch, answers)
     if rank is None:
         rank = view.decided.fullest(view.space, view.load)[0]

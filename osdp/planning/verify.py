@@ -15,7 +15,8 @@ request of a few steps with what the limit leaves it.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from planner.analysis.explain import OpenPlan
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import DataDependent
+from profiler.trace.device_kernels import device_kernels
 from profiler.trace.metered_pass import find_loss
 from profiler.trace.python_values import answering
 from runtime.compile_plan import compile_plan
@@ -183,9 +185,16 @@ def rehearse(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> tu
     schedule = compile_plan(plan, space.graph, view.load.cluster)
     model = source.build, source.example_inputs, lambda output: find_loss(output)[0]
     rank = view.decided.fullest(space, view.load)[0]
-    data = DataDependent(expert_imbalance)
-    script = Script(*model, plan.optimizer, plan.micro_batch, lambda: answering(data))
+    data, device_type = DataDependent(expert_imbalance), view.load.cluster.device.kind
+    script = Script(*model, plan.optimizer, plan.micro_batch, lambda: as_on(device_type, data))
     return rank, dry_run(script, schedule, rank)
+
+
+@contextmanager
+def as_on(device_type: str, data: DataDependent) -> Iterator[None]:
+    """Have fake tensors of the CPU run the kernels of a plan's devices, and answer what depends on data."""
+    with device_kernels(device_type, "cpu"), answering(data):
+        yield
 
 
 def _dry_run(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> _Held:

@@ -1,14 +1,14 @@
-"""Which kernels the traced device would run, where torch decides by device.
+"""Which kernels a device would run, where torch decides by device.
 
-A trace runs on the meta device (or on CPU fakes), for which torch picks attention and dropout as it
-sees fit.  `device_kernels` registers, for as long as it is open, the choice of the device that the
-trace stands for:
+Traces run on the meta device (or on CPU fakes), dry runs on CPU fakes, for which torch picks attention and dropout as
+it sees fit.  `device_kernels` registers, for as long as it is open, the choice of the device that they stand for:
 
 - attention: fused (nothing of size length^2 is kept) where that device has such a kernel, else the
   plain products and softmax.  The fused CPU op stands in for the CUDA ones: same inputs, same
   outputs, same things saved.  CPUs have no fused attention with dropout.
 - LSTM: a CPU runs a layer as one operation, which keeps a workspace (`profiler.recurrent_kernels`).
   What cuDNN keeps is not known: for CUDA the trace has the plain products of every step.
+- GRU, RNN and what is left of LSTM: a CPU multiplies the inputs of all steps at once (`profiler.recurrent_layers`).
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
 """
 
@@ -23,21 +23,24 @@ import torch
 from torch import Tensor
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
+from profiler.recurrent_layers import CELLS, recurrent
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def device_kernels(device_type: str, traced_on: str) -> Iterator[None]:
-    """Make tensors on `traced_on` (`meta` or `cpu`) choose kernels as a `device_type` device would.
+def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
+    """Make tensors on `run_on` (`meta` or `cpu`) choose kernels as a `device_type` device would.
 
     The registration is process-wide and ends with the context.
     """
-    key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[traced_on]
+    key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[run_on]
     chosen: dict[str, Callable[..., Any]] = {}
-    if device_type == "cuda" or traced_on == "meta":
+    if device_type == "cuda" or run_on == "meta":
         chosen["scaled_dot_product_attention"] = partial(_attention, fused_dropout=device_type == "cuda")
-    if device_type == "cpu" and traced_on == "meta":  # on CPU fakes torch chooses so itself
+    if (device_type == "cpu") == (run_on == "meta"):  # else torch chooses so itself
+        chosen |= {f"{name}.input": partial(recurrent, name, device_type == "cpu") for name in CELLS}
+    if device_type == "cpu" and run_on == "meta":
         chosen["lstm.input"] = _lstm
     if device_type == "cuda":
         chosen["dropout"] = _masked_dropout
@@ -83,11 +86,11 @@ def _attention(
 
 
 def _lstm(x: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
-    """`torch.lstm`; projections have no such kernel."""
+    """`torch.lstm` on a CPU; projections have no such kernel."""
     plain = all(one.dtype == x.dtype for one in parameters) and states[0].shape[2] == states[1].shape[2]
     if plain and runs_on_onednn(x.dtype) and x.numel():
         return lstm(x, states, parameters, *shape)
-    return aten.lstm.input.decompose(x, states, parameters, *shape)
+    return recurrent("lstm", True, x, states, parameters, *shape)
 
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -49,7 +49,7 @@ class Script:
     micro_batch: int
     """Samples in one forward."""
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Opens a context for the model's code, which answers what fake tensors cannot: what depends on data."""
+    """Opens a context for the model's code and its backward, such as one that answers what depends on data."""
 
 
 @dataclass(frozen=True)

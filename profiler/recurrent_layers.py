@@ -1,0 +1,138 @@
+"""`nn.RNN`, `nn.GRU` and `nn.LSTM` of plain products, as PyTorch computes them where no library has a kernel.
+
+From aten/src/ATen/native/RNN.cpp (torch 2.13).  On a CPU it multiplies the inputs of all steps at once, and keeps that
+to the end of the layer; on other devices, the meta device among them, step by step.  Here the caller says which.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+States = tuple[Tensor, ...]
+"""Hidden state (samples, width), of an LSTM also that of the cell."""
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Of one layer in one direction."""
+
+    inputs: Tensor
+    hidden: Tensor
+    input_bias: Tensor | None = None
+    hidden_bias: Tensor | None = None
+    projection: Tensor | None = None
+
+    def of_inputs(self, x: Tensor) -> Tensor:
+        return linear(x, self.inputs, self.input_bias)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.hidden, self.hidden_bias)
+
+
+def _simple(activation: Callable[[Tensor], Tensor], x: Tensor, states: States, weights: _Weights) -> States:
+    return (activation(weights.of_hidden(states[0]).add_(x)),)
+
+
+def _gru(x: Tensor, states: States, weights: _Weights) -> States:
+    (hidden,) = states
+    reset_in, update_in, new_in = x.unsafe_chunk(3, 1)
+    reset, update, new = weights.of_hidden(hidden).unsafe_chunk(3, 1)
+    reset, update = reset.add_(reset_in).sigmoid_(), update.add_(update_in).sigmoid_()
+    new = new_in.add(new.mul_(reset)).tanh_()
+    return ((hidden - new).mul_(update).add_(new),)
+
+
+def _lstm(x: Tensor, states: States, weights: _Weights) -> States:
+    hidden, cell = states
+    kept, forgotten, new, shown = weights.of_hidden(hidden).add_(x).unsafe_chunk(4, 1)
+    kept, forgotten, new, shown = kept.sigmoid_(), forgotten.sigmoid_(), new.tanh_(), shown.sigmoid_()
+    cell = (forgotten * cell).add_(kept * new)
+    hidden = shown * cell.tanh()
+    return (hidden if weights.projection is None else hidden.matmul(weights.projection.t())), cell
+
+
+CELLS: dict[str, Callable[[Tensor, States, _Weights], States]] = {
+    "rnn_tanh": partial(_simple, torch.tanh),
+    "rnn_relu": partial(_simple, torch.relu),
+    "gru": _gru,
+    "lstm": _lstm,
+}
+"""By the name of the operation."""
+
+
+def recurrent(
+    name: str,
+    at_once: bool,
+    x: Tensor,
+    states: Tensor | Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """`torch.gru` and the like: the output, and the last states.
+
+    Args:
+        name: key of `CELLS`.
+        at_once: multiply the inputs of all steps at once.
+    """
+    hidden = [states] if isinstance(states, Tensor) else list(states)
+    directions = 2 if bidirectional else 1
+    each = len(parameters) // (layers * directions)
+    x = x.transpose(0, 1) if batch_first else x
+    last = list[States]()
+    for layer in range(layers):
+        places = range(layer * directions, (layer + 1) * directions)
+        weights = [_weights(parameters[place * each : (place + 1) * each], has_biases) for place in places]
+        first = [tuple(state[place] for state in hidden) for place in places]
+        x = _layer(CELLS[name], at_once, x, first, weights, last)
+        if dropout and train and layer < layers - 1:
+            x = torch.dropout(x, dropout, True)
+    return x.transpose(0, 1) if batch_first else x, *(torch.stack(ends) for ends in zip(*last, strict=True))
+
+
+def _weights(parameters: Sequence[Tensor], has_biases: bool) -> _Weights:
+    if has_biases:
+        return _Weights(*parameters)
+    return _Weights(parameters[0], parameters[1], projection=parameters[2] if len(parameters) == 3 else None)
+
+
+def _layer(
+    cell: Callable[[Tensor, States, _Weights], States],
+    at_once: bool,
+    x: Tensor,
+    first: Sequence[States],
+    weights: Sequence[_Weights],
+    last: list[States],
+) -> Tensor:
+    """Return the output (steps, samples, width) of a layer, and append its last states for each direction.
+
+    What has a name here lives as long as in PyTorch: `steps` to the end, and to those of the other direction.
+    """
+
+    def run() -> list[Tensor]:
+        states, outputs = first[direction], list[Tensor]()
+        for step in steps:
+            states = cell(step if at_once else weights[direction].of_inputs(step), states, weights[direction])
+            outputs.append(states[0])
+        last.append(states)
+        return outputs
+
+    direction = 0
+    steps = (weights[0].of_inputs(x) if at_once else x).unbind(0)
+    outputs = run()
+    forth = torch.stack(outputs)
+    if len(weights) == 1:
+        return forth
+    direction = 1
+    steps = (weights[1].of_inputs(x) if at_once else x).unbind(0)[::-1]
+    outputs_back = run()
+    return torch.cat([forth, torch.stack(outputs_back[::-1])], -1)
