@@ -27,7 +27,7 @@ from thoroughness import some
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
 
-SAVED_AFTER, STEPS, SHARES = 2, 5, 4
+SAVED_AFTER, STEPS, SHARES = 2, 4, 4
 """Every step's data is in 4 shares: one a rank, or two a rank one after the other."""
 
 
