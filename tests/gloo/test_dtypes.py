@@ -333,7 +333,7 @@ def train_master_weights(rank: int) -> None:
     for strategy in ("shard", "owner", "replicate"):
         ranks: Any = {"ranks": (1, 2), "precision": "bf16"}
         plan = plan_of(build(), strategy, master_weights="fp32", **ranks)
-        ways = [build, seeded(build)] if THOROUGH or strategy == "shard" else [build]
+        ways: list[Any] = [build, seeded(build)] if THOROUGH or strategy == "shard" else [build]
         models = [OSDP(seeded(build).float(), plan_of(build().float(), strategy, **ranks))]
         models += [OSDP(made, plan) for made in ways]
         states = []

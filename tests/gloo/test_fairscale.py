@@ -31,6 +31,7 @@ CONFIG = BertConfig(
 )
 LARGE = 250
 """Parameters from which a module is wrapped: every linear layer and table, but neither norms nor small tables."""
+GSDP_TYPES = ("group_sharding", "communication_with_groups", "none")
 Losses = list[float]
 Sent = Counter[tuple[str, tuple[int, ...]]]
 
@@ -143,10 +144,23 @@ def reference() -> tuple[Losses, dict[str, Tensor]]:
     return train_one_process()
 
 
-@pytest.mark.parametrize("gsdp_type", ["group_sharding", "communication_with_groups", "none"])
-def test_the_example_trains_as_one_process_does(gsdp_type: str, reference: tuple[Losses, dict[str, Tensor]]) -> None:
-    found = run_ranks(train_wrapped, 4, gsdp_type)
-    for rank, (losses, parameters, sent) in enumerate(found):
+def train_each(rank: int) -> dict[str, tuple[Losses, dict[str, Tensor], Sent]]:
+    return {gsdp_type: train_wrapped(rank, gsdp_type) for gsdp_type in GSDP_TYPES}
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[str, tuple[Losses, dict[str, Tensor], Sent]]]:
+    return run_ranks(train_each, 4)
+
+
+@pytest.mark.parametrize("gsdp_type", GSDP_TYPES)
+def test_the_example_trains_as_one_process_does(
+    gsdp_type: str,
+    reference: tuple[Losses, dict[str, Tensor]],
+    by_rank: list[dict[str, tuple[Losses, dict[str, Tensor], Sent]]],
+) -> None:
+    for rank, of_rank in enumerate(by_rank):
+        losses, parameters, sent = of_rank[gsdp_type]
         assert losses == pytest.approx(reference[0], rel=1e-5)
         assert parameters.keys() == reference[1].keys()  # names stay, tied weights under the first
         for name, value in reference[1].items():
