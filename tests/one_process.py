@@ -1,4 +1,4 @@
-"""What tests of frameworks compare with: ten steps of plain PyTorch in one process, by hand, of all ranks' samples."""
+"""What tests of frameworks compare with: six steps of plain PyTorch in one process, by hand, of all ranks' samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.plan import Plan
 RANKS = 2
 BATCH = 2
 ACCUMULATION = 2
-STEPS = 10
+STEPS = 6
 HALF = STEPS // 2
 """Then the state is saved, and what goes on is another model that has loaded it."""
 MAX_NORM = 0.3

@@ -27,7 +27,7 @@ from thoroughness import some
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
 
-SAVED_AFTER, STEPS, SHARES = 2, 5, 4
+SAVED_AFTER, STEPS, SHARES = 2, 4, 4
 """Every step's data is in 4 shares: one a rank, or two a rank one after the other."""
 
 
@@ -71,9 +71,10 @@ def run(rank: int, case: Case, folder: str, first: int, last: int) -> Trained | 
     return Trained([], norms, parameters) if rank == 0 else None
 
 
+# Unless thorough, onto fewer ranks; below, and in test_checkpoint_layouts.py, onto more too.
 @pytest.mark.parametrize(
     ("family", "before", "after"),
-    some([("uneven", 4, 2), ("gpt2", 4, 2), ("bert", 4, 2), ("gpt2", 2, 4), ("llama", 4, 2)], 3),
+    some([("uneven", 4, 2), ("gpt2", 4, 2), ("bert", 4, 2), ("gpt2", 2, 4), ("llama", 4, 2)], 5),
 )
 def test_a_run_continues_under_another_plan_on_other_ranks(
     family: str, before: int, after: int, tmp_path: Path

@@ -8,11 +8,12 @@ import pytest
 import torch
 from parity import Case, blocks_of, compare, reference, train_all
 from ranks import run_ranks
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, some
 from toys import Blocks, batch_of, plan_of, seeded
 
 
 def test_compiled_blocks_train_the_same() -> None:
+    """Sharded, replicated, and mixed and recomputed; others with --thorough."""
     keywords = {"compile_backend": "aot_eager"}
     blocks = tuple(blocks_of("gpt2"))
     linear = f"{blocks[1]}.mlp_up"
@@ -23,6 +24,7 @@ def test_compiled_blocks_train_the_same() -> None:
         Case("gpt2", {}, "shard", recomputed=blocks, keywords=keywords, nodes=1),
         Case("gpt2", {linear: "owner"}, "shard", recomputed=blocks, keywords=keywords, nodes=1),
     ]
+    cases = some(cases, 2)
     results = run_ranks(train_all, 2, cases, [case.plan() for case in cases], timeout_s=240)[0]
     for result, _ in results:
         compare(result, reference("gpt2", 2, 1))

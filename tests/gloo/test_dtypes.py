@@ -140,7 +140,12 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["fused_adam" if can_fuse(trained) else "adam"](trained, lr=5e-2, eps=1e-2)
 
 
-def train_dtypes(rank: int, name: str) -> None:
+def train_dtypes(rank: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        train_dtype(rank, name)
+
+
+def train_dtype(rank: int, name: str) -> None:
     from osdp import OSDP
 
     build = MODELS[name]
@@ -240,9 +245,9 @@ def test_mixed_precision_casts_from_every_width() -> None:
     run_everywhere(train_widths)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_dtype_trains_as_in_one_process(name: str) -> None:
-    run_everywhere(train_dtypes, name)
+@pytest.mark.parametrize("names", [(name,) for name in MODELS] if THOROUGH else [tuple(MODELS)])
+def test_every_dtype_trains_as_in_one_process(names: tuple[str, ...]) -> None:
+    run_everywhere(train_dtypes, names)
 
 
 class Uncast(nn.Module):
@@ -316,28 +321,33 @@ def test_what_mixed_precision_must_not_cast_keeps_its_dtype() -> None:
 
 
 def train_master_weights(rank: int) -> None:
-    """A model in bf16 with fp32 masters computes, and trains, as the same model in fp32 does under mixed precision."""
+    """A model in bf16 with fp32 masters computes, and trains, as the same model in fp32 does under mixed precision.
+
+    Made shard by shard, and there before; unless thorough, both only where it is sharded.
+    """
     from osdp import OSDP
 
     def build() -> Stack:
         return Stack(Half, BF16)
 
     for strategy in ("shard", "owner", "replicate"):
-        for made in (build, seeded(build)):  # made shard by shard, and there before
-            ranks: Any = {"ranks": (1, 2), "precision": "bf16"}
-            plan = plan_of(build(), strategy, master_weights="fp32", **ranks)
-            model = OSDP(made, plan)
-            wide = OSDP(seeded(build).float(), plan_of(build().float(), strategy, **ranks))
-            for one in (model, wide):
-                one.load_state_dict(seeded(build).state_dict())
-                assert {parameter.dtype for parameter in one.parameters()} == {torch.float32}
-                optimizer = adam(one)
-                for step in range(STEPS):
-                    one(*batch_of(build(), rank, 10 * step)[0]).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            found, expected = (one.full_state_dict(rank0_only=False) for one in (model, wide))
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        ranks: Any = {"ranks": (1, 2), "precision": "bf16"}
+        plan = plan_of(build(), strategy, master_weights="fp32", **ranks)
+        ways: list[Any] = [build, seeded(build)] if THOROUGH or strategy == "shard" else [build]
+        models = [OSDP(seeded(build).float(), plan_of(build().float(), strategy, **ranks))]
+        models += [OSDP(made, plan) for made in ways]
+        states = []
+        for one in models:
+            one.load_state_dict(seeded(build).state_dict())
+            assert {parameter.dtype for parameter in one.parameters()} == {torch.float32}
+            optimizer = adam(one)
+            for step in range(STEPS):
+                one(*batch_of(build(), rank, 10 * step)[0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(one.full_state_dict(rank0_only=False))
+        for found in states[1:]:
+            torch.testing.assert_close(found, states[0], rtol=0, atol=0)
 
 
 def test_master_weights_in_fp32() -> None:

@@ -75,12 +75,12 @@ def batches(model: nn.Module, step: int) -> Iterator[tuple[Any, ...]]:
 
 def train_all(rank: int, build: Callable[..., nn.Module], arguments: list[Any]) -> None:
     """Train several models one after the other, which saves starting the ranks."""
-    for argument in arguments:
-        train(rank, build, argument)
+    for turn, argument in enumerate(arguments):
+        train(rank, build, argument, turn)
 
 
-def train(rank: int, build: Callable[..., nn.Module], argument: Any) -> None:
-    """Train under several plans, with and without recomputation."""
+def train(rank: int, build: Callable[..., nn.Module], argument: Any, turn: int) -> None:
+    """Train under several plans, with and without recomputation; unless thorough, under one of two, in turn."""
     from osdp import OSDP
 
     reference = seeded(lambda: build(argument))
@@ -93,8 +93,9 @@ def train(rank: int, build: Callable[..., nn.Module], argument: Any) -> None:
     blocks = [name for name in dict(reference.named_modules()) if name.endswith((".layers.0", "blocks.0"))]
     mixed = {name: ("shard", "owner", "replicate")[i % 3] for i, name in enumerate(plan.choices)}
     assert len(blocks) == 1
-    cases: list[tuple[dict[str, str], tuple[str, ...]]] = [({}, tuple(blocks)), (mixed, ())]
-    for choices, recomputed in (*cases, *([({}, ()), (mixed, tuple(blocks))] if THOROUGH else [])):
+    again = tuple(blocks)
+    cases: list[tuple[dict[str, str], tuple[str, ...]]] = [(mixed, ()), ({}, again), (mixed, again), ({}, ())]
+    for choices, recomputed in cases if THOROUGH else cases[turn % 2 :][:1]:
         plan = plan_of(build(argument), "shard", choices, recomputed=recomputed, ranks=(1, 2))
         model = OSDP(seeded(lambda: build(argument)), plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

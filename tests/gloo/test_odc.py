@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +22,33 @@ from parity import (
     reference,
 )
 from ranks import run_ranks
-from thoroughness import some
+from thoroughness import THOROUGH, some
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_of_a_model_in_one_group(family: str) -> None:
-    """Unless thorough, one of four ways, in turn."""
-    cases = [
-        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4),
-        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, accumulation=2, recomputed=tuple(blocks_of(family))),
-        Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
-        Case(family, {}, "odc_ordered:4", nodes=1, ranks_per_node=4, accumulation=2),
-    ]
-    check(some(cases, 4, FAMILIES.index(family)))
+@pytest.mark.parametrize("families", [(family,) for family in FAMILIES] if THOROUGH else [FAMILIES])
+def test_all_of_a_model_in_one_group(families: tuple[str, ...]) -> None:
+    """Unless thorough, a family each: accumulated and recomputed, in bf16, and ordered.  All with --thorough."""
+    cases = []
+    for family in families:
+        ways = [
+            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4),
+            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, accumulation=2, recomputed=tuple(blocks_of(family))),
+            Case(family, {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
+            Case(family, {}, "odc_ordered:4", nodes=1, ranks_per_node=4, accumulation=2),
+        ]
+        place = FAMILIES.index(family)
+        cases += ways if THOROUGH else ways[max(1, place) : place + 1]
+    check(cases)
 
 
 def test_groups_reduce_across_each_other() -> None:
-    check(
-        [
-            Case("uneven", {}, "odc:2", accumulation=2, recomputed=tuple(blocks_of("uneven"))),
-            Case("gpt2", {}, "odc:2", accumulation=2, precision="bf16", recomputed=tuple(blocks_of("gpt2"))),
-            Case("llama", {}, "odc:2"),
-        ]
-    )
+    """Unless thorough, the one that accumulates, recomputes and computes in bf16."""
+    cases = [
+        Case("uneven", {}, "odc:2", accumulation=2, recomputed=tuple(blocks_of("uneven"))),
+        Case("gpt2", {}, "odc:2", accumulation=2, precision="bf16", recomputed=tuple(blocks_of("gpt2"))),
+        Case("llama", {}, "odc:2"),
+    ]
+    check(some(cases, 3, 1))
 
 
 def test_beside_other_strategies() -> None:
@@ -69,25 +74,24 @@ def test_beside_other_strategies() -> None:
     check(cases)
 
 
-SAVED_AFTER, STEPS = 2, 5
+PER_PLAN = 2
+"""Steps under each plan, so that moments decide some of them."""
 
 
-def continues(rank: int, folder: Path, before: Case, after: Case) -> Trained | None:
-    """Train a few steps under one plan, save, and train on under another from the checkpoint; train on with both."""
+def continues(rank: int, folder: Path, cases: Sequence[Case]) -> Trained | None:
+    """Train a few steps under each plan, from the second on from the checkpoint of the one before."""
     from osdp import OSDP
 
-    steps = batches(before.family, before.world_size, 1, STEPS)
-    saved = OSDP(initial(before.family), before.plan())
-    optimizer = optimizer_of(saved.parameters())
-    for step in steps[:SAVED_AFTER]:
-        advance(saved, optimizer, step[0][rank])
-    saved.save_checkpoint(folder / "saved", optimizer, {"step": SAVED_AFTER})
-    model = OSDP(initial(after.family), after.plan())
-    other, norms = optimizer_of(model.parameters()), []
-    advance(model, other, steps[-1][0][rank])  # so that windows are open already, and hold other values
-    assert model.load_checkpoint(folder / "saved", other) == {"step": SAVED_AFTER}
-    for step in steps[SAVED_AFTER:]:
-        norms.append(advance(model, other, step[0][rank]))
+    steps, norms = batches(cases[0].family, cases[0].world_size, 1, PER_PLAN * len(cases)), []
+    for number, case in enumerate(cases):
+        model, done = OSDP(initial(case.family), case.plan()), PER_PLAN * number
+        optimizer = optimizer_of(model.parameters())
+        if number:
+            advance(model, optimizer, steps[-1][0][rank])  # so that windows are open already, and hold other values
+            assert model.load_checkpoint(folder / str(done), optimizer) == {"step": done}
+        for step in steps[done : done + PER_PLAN]:
+            norms.append(advance(model, optimizer, step[0][rank]))
+        model.save_checkpoint(folder / str(done + PER_PLAN), optimizer, {"step": done + PER_PLAN})
     parameters = model.full_state_dict()
     return Trained([], norms, parameters) if rank == 0 else None
 
@@ -102,9 +106,9 @@ def advance(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[tuple[Any
     return norm
 
 
-@pytest.mark.parametrize(("before", "after"), [("shard", "odc:2"), ("odc:2", "owner")])
-def test_a_run_continues_under_another_plan(before: str, after: str, tmp_path: Path) -> None:
-    wanted = reference("gpt2", 4, 1, steps=STEPS)
-    got = run_ranks(continues, 4, tmp_path, Case("gpt2", {}, before), Case("gpt2", {}, after), ranks_per_node=2)[0]
-    torch.testing.assert_close(got.norms, wanted.norms[SAVED_AFTER:], rtol=1e-4, atol=2e-6)
+def test_a_run_continues_under_another_plan(tmp_path: Path) -> None:
+    cases = [Case("gpt2", {}, choice) for choice in ("shard", "odc:2", "owner")]
+    wanted = reference("gpt2", 4, 1, steps=PER_PLAN * len(cases))
+    got = run_ranks(continues, 4, tmp_path, cases, ranks_per_node=2)[0]
+    torch.testing.assert_close(got.norms, wanted.norms, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(got.parameters, wanted.parameters, rtol=1e-5, atol=2e-5)

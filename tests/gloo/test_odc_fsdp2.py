@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +10,10 @@ from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH, some
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toys import Blocks, Toy, batch_of, loss_of, plan_of, refusal, seeded
-from traced_once import trace_once
+from toys import Blocks, Toy, batch_of, graph_of, loss_of, plan_of, refusal, seeded
 
 from osdp import OSDP
-from osdp.models.user_factory import source_of
-from planner.plan import Plan, model_ref
+from planner.plan import Plan
 from runtime.odc.one_sided_unit import OneSidedUnit
 
 RANKS = 4 if THOROUGH else 2
@@ -56,10 +53,9 @@ class Adapters(Toy):
 
 def plan_in(model: nn.Module, choice: str, precision: str, recomputes: bool = False) -> Plan:
     """Return a plan for one node that gives all operators the same."""
-    graph = trace_once(source_of(model, "toy", None, None), precision, "cpu")
-    plan = plan_of(model, choice, accumulation=MICRO_BATCHES, ranks=(1, RANKS))
+    graph = graph_of(model, precision)
     blocks = tuple(block.name for block in graph.blocks) if recomputes else ()
-    return replace(plan, model=model_ref(graph), recomputed_blocks=list(blocks))
+    return plan_of(model, choice, accumulation=MICRO_BATCHES, recomputed=blocks, ranks=(1, RANKS), graph=graph)
 
 
 def sharded_by_torch(model: nn.Module, precision: str) -> nn.Module:

@@ -205,7 +205,7 @@ def _comes_and_goes(rank: int, times: int) -> None:
 
 
 def test_models_that_come_and_go_leave_nothing() -> None:
-    run_ranks(_comes_and_goes, 2, 50 if THOROUGH else 16)
+    run_ranks(_comes_and_goes, 2, 50 if THOROUGH else 11)
 
 
 def test_a_rank_that_closes_and_ends_between_two_looks_at_it_closed() -> None:

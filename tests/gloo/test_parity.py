@@ -9,24 +9,26 @@ from parity import FAMILIES, Case, alone, blocks_of, check
 from thoroughness import THOROUGH, draws, some
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_strategy(family: str) -> None:
+@pytest.mark.parametrize("families", [(family,) for family in FAMILIES] if THOROUGH else [FAMILIES])
+def test_every_strategy(families: tuple[str, ...]) -> None:
     """Alone: each micro-batch its own step, and with two a step and every block recomputed.
 
     Unless thorough, in turn: every strategy has one of the two, with one of the families.
     """
-    recomputed = tuple(blocks_of(family))
     cases = []
-    for number, name in enumerate(alone(), FAMILIES.index(family)):
-        if THOROUGH or number % 8 == 0:
-            cases.append(Case(family, {}, name))
-        if THOROUGH or number % 8 == 4:
-            cases.append(Case(family, {}, name, recomputed=recomputed, accumulation=2))
+    for family in families:
+        recomputed = tuple(blocks_of(family))
+        for number, name in enumerate(alone(), FAMILIES.index(family)):
+            if THOROUGH or number % 8 == 0:
+                cases.append(Case(family, {}, name))
+            if THOROUGH or number % 8 == 4:
+                cases.append(Case(family, {}, name, recomputed=recomputed, accumulation=2))
     check(cases)
 
 
 def test_every_strategy_offloaded() -> None:
-    check([Case("gpt2", {}, name, accumulation=2) for name in some(alone(offloaded=True), 2)])
+    """Unless thorough, some of them; all with --thorough."""
+    check([Case("gpt2", {}, name, accumulation=2) for name in some(alone(offloaded=True), 4)])
 
 
 # Unless thorough, one in bf16: in fp32 tests/gloo/test_drawn_loops.py and test_drawn_models.py mix strategies, and

@@ -26,8 +26,8 @@ MIXED["blocks.0.mlp_up"] = "split(shard, owner)"
 
 
 def plans() -> Iterator[tuple[str, Any]]:
-    """Yield plans by name: some of one strategy, and a mixture with a split layer."""
-    for name in ("replicate", "shard", "group_shard:2", "owner", "odc:2"):
+    """Yield plans by name: some of one strategy, two unless thorough, and a mixture with a split layer."""
+    for name in ("replicate", "shard", "group_shard:2", "owner", "odc:2") if THOROUGH else ("shard", "owner"):
         yield name, Case("gpt2", {}, name).plan()
     yield "mixed", Case("gpt2", MIXED).plan()
 
@@ -156,8 +156,8 @@ def test_what_cannot_be_written_is_told_on_all_ranks(tmp_path: Path) -> None:
 # --- memory
 
 
-LAYERS, WIDTH = (16, 4096) if THOROUGH else (12, 2048)
-"""Of 64 MiB each, 1 GiB; or of 16 MiB each, 192 MiB."""
+LAYERS, WIDTH = (16, 4096) if THOROUGH else (8, 2048)
+"""Of 64 MiB each, 1 GiB; or of 16 MiB each, 128 MiB."""
 LARGEST = 4 * WIDTH * WIDTH
 SLACK = 24 * MIB
 """For buffers of gloo, the header and the interpreter."""
