@@ -91,7 +91,7 @@ def run(rank: int, options: dict[str, Any], clip: float | None = 1.0) -> tuple[s
             if isinstance(event, Skipped):
                 skipped.append(event.number)
 
-    fixed = {"steps": 6, "device": "cpu", "timeout_s": 30.0, "log_every": 1, "batch": 4}
+    fixed = {"steps": 6, "device": "cpu", "timeout_s": 30.0, "log_every": 1, "global_batch": 8, "batch": 4}
     fixed["model"] = "test_finite_gradients:Spoiled"
     told = ""
     try:
@@ -131,7 +131,7 @@ def test_too_many_in_a_row_stop_the_run() -> None:
 def resume(rank: int, folder: str, resumes: bool) -> tuple[int, str]:
     """Save a step and one whose weights overflow, or resume; return the first step and what was raised."""
     fixed = {"steps": 2, "device": "cpu", "timeout_s": 30.0, "checkpoint": folder, "checkpoint_every": 1}
-    model = {"model": "test_finite_gradients:small", "fsdp_type": "FSDP", "batch": 4}
+    model = {"model": "test_finite_gradients:small", "fsdp_type": "FSDP", "global_batch": 8, "batch": 4}
     config = load_config("gpt2", model | fixed)
     if not resumes:
         check = Trainer.is_finite
