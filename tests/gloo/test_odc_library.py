@@ -27,7 +27,7 @@ from osdp import odc
 
 STEPS = 4 if THOROUGH else 2
 """Of models that are compared step by step: the second has a momentum. Those of uneven ranks have six steps."""
-ORIGINAL = ["fsdp1", "fsdp1, kept, original", "fsdp1, bf16"]
+SOME_OF_FSDP1 = ["fsdp1", "fsdp1, kept, original", "fsdp1, bf16"]
 """Of FSDP1's ways one of each trait, which come two at a time in the second."""
 MAX_NORM = 0.02
 """Low enough that every step is clipped (checked)."""
@@ -69,7 +69,7 @@ def _trains(rank: int, ways: list[str], frozen: bool, ordered: bool = False) -> 
         face.stop()
 
 
-@pytest.mark.parametrize("ways", [[*FSDP2], [*FSDP1] if THOROUGH else ORIGINAL], ids=["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("ways", [[*FSDP2], [*FSDP1] if THOROUGH else SOME_OF_FSDP1], ids=["fsdp2", "fsdp1"])
 def test_every_step_is_as_without(ways: list[str]) -> None:
     run_ranks(_trains, 2, ways, False)
 
@@ -111,7 +111,7 @@ def _uneven(rank: int, ways: list[str], is_told: bool) -> None:
     [
         (["fsdp2"], True),
         (["fsdp2", "fsdp2, kept"], False),
-        ([way for way in (FSDP1 if THOROUGH else ORIGINAL) if "bf16" not in way], False),
+        ([way for way in (FSDP1 if THOROUGH else SOME_OF_FSDP1) if "bf16" not in way], False),
     ],
 )
 def test_uneven_ranks_train_the_mean_over_all_micro_batches(ways: list[str], is_told: bool) -> None:
