@@ -95,7 +95,7 @@ def inputs(module: nn.Module, batch: int) -> tuple[tuple[Any, ...], dict[str, An
 @cache
 def graph_of(family: str, precision: str = "fp32") -> ModelGraph:
     """Return the traced model; OSDP finds it traced."""
-    return trace_once(ModelSource(family, lambda: build(family), inputs, LENGTH), precision, "cpu", None, "", 1.0)
+    return trace_once(ModelSource(family, lambda: build(family), inputs, LENGTH), precision, "cpu")
 
 
 @cache

@@ -167,7 +167,7 @@ def run_everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:
-    """Return the traced model; OSDP, which asks with a sequence length of 1, finds it traced."""
+    """Return the traced model; OSDP finds it traced, for batches of numbers, whose length is 1."""
     settings = precision, "cpu", None, master_weights, 1.0
     return graph_once(model, "toy", (*settings, 1), lambda: trace_model(source_of(model, "toy", None, None), *settings))
 

@@ -27,6 +27,8 @@ GRAPHS: dict[str, ModelGraph] = {}
 """By what `graph_once` tells them apart."""
 HOW_MADE = {"_is_hf_initialized", "name_or_path"}
 """What transformers notes on a module of how it was made, such as a temporary file that each rank has another of."""
+UNTOLD = "", 1.0
+"""Master weights and imbalance of experts of a trace that is told neither."""
 FAILED, TRACE_TIMEOUT = b"failed", timedelta(seconds=60)
 """What ranks find in place of a graph where the rank that traced it failed, and how long they wait for either."""
 
@@ -77,7 +79,7 @@ def trace_once(
     if device_type != "cpu":
         source = source.copied() if isinstance(source, Known) else source
         return trace_model(source, precision, device_type, micro_batch, *others)
-    settings = precision, device_type, None, *others, source.sequence_length
+    settings = precision, device_type, None, *others, *UNTOLD[len(others) :], source.sequence_length
     if isinstance(source, Known):
         copied, given = source.copied, (precision, device_type, micro_batch, *others)
         return graph_once(source.live, source.name, settings, lambda: trace_model(copied(), *given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from osdp.training.agreement import check_alike
 from osdp.training.config import load_config
+from osdp.training.evaluate import held_out_accuracies
 from osdp.training.job import prepare
 from osdp.training.rank_main import run_rank
 from profiler.errors import OsdpError
@@ -65,9 +67,10 @@ def test_what_differs_is_named_with_its_values() -> None:
 def where_they_lie(rank: int, folder: str) -> int:
     """Run with files under names of each rank's own."""
     fixed = {"steps": 1, "device": "cpu", "timeout_s": 30.0 + rank, "trace": None, "log_every": 1 + rank}
-    fixed["tensorboard"] = f"{folder}/board-{rank}"
+    fixed |= {"tensorboard": f"{folder}/board-{rank}", "global_batch": 8}
     collected = Collected()
-    run_rank(prepare(load_config("gpt2", fixed)), collected)
+    with patch("osdp.training.rank_main.held_out_accuracies", partial(held_out_accuracies, count=8)):
+        run_rank(prepare(load_config("gpt2", fixed)), collected)
     return len(collected.steps)
 
 

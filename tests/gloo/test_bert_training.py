@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from thoroughness import THOROUGH
 from torch import Tensor, nn
 
 from osdp.training.config import load_config
-from osdp.training.evaluate import held_out_accuracies
+from osdp.training.evaluate import TEST_SAMPLES, held_out_accuracies
 from osdp.training.job import prepare
 from osdp.training.process_group import Ranks
 from osdp.training.rank_main import run_rank
@@ -24,20 +26,25 @@ from osdp.training.tasks import batch
 from osdp.zoo import load_model
 from profiler.errors import OsdpError
 
-STEPS, BATCH = 4, 16
+STEPS, BATCH = 4 if THOROUGH else 2, 16
 FIXED = {"steps": STEPS, "global_batch": BATCH, "log_every": 1, "timeout_s": 60.0}
 Told = tuple[Start, list[Step], Summary]
 
 
-def train_here(rank: int, options: dict[str, Any]) -> Told | None:
-    """Be one rank of a run; rank 0 returns what it was told."""
+FEW = 32
+"""Pairs that are asked for but in one test, which asks for as many as `osdp train` does."""
+
+
+def train_here(rank: int, options: dict[str, Any], asked: int = FEW) -> Told | None:
+    """Be one rank of a run, which asks for so many pairs at its end; rank 0 returns what it was told."""
     collected = Collected()
-    run_rank(prepare(load_config("bert", FIXED | options)), collected)
+    with mock.patch("osdp.training.rank_main.held_out_accuracies", partial(held_out_accuracies, count=asked)):
+        run_rank(prepare(load_config("bert", FIXED | options)), collected)
     return (collected.starts[0], collected.steps, collected.summaries[0]) if rank == 0 else None
 
 
-def train(**options: Any) -> Told:
-    found: Told = run_ranks(train_here, 4, options, joins=False)[0]
+def train(asked: int, **options: Any) -> Told:
+    found: Told = run_ranks(train_here, 4, options, asked, joins=False)[0]
     return found
 
 
@@ -61,17 +68,17 @@ def reference() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("options", "strategy", "parts"),
+    ("options", "strategy", "parts", "asked"),
     [
-        ({"fsdp_args": "group_sharding"}, "group_shard:2", 2),
-        ({"fsdp_args": "communication_with_groups", "batch": 2}, "hierarchical", 4),  # two micro-batches a step
-        *([({"fsdp_args": "none"}, "shard", 4)] if THOROUGH else []),
+        ({"fsdp_args": "group_sharding"}, "group_shard:2", 2, TEST_SAMPLES),
+        ({"fsdp_args": "communication_with_groups", "batch": 2}, "hierarchical", 4, FEW),  # two micro-batches a step
+        *([({"fsdp_args": "none"}, "shard", 4, TEST_SAMPLES)] if THOROUGH else []),
     ],
 )
 def test_losses_are_those_of_one_process(
-    options: dict[str, Any], strategy: str, parts: int, reference: list[float]
+    options: dict[str, Any], strategy: str, parts: int, asked: int, reference: list[float]
 ) -> None:
-    start, steps, summary = train(**options)
+    start, steps, summary = train(asked, **options)
     assert [step.loss for step in steps] == pytest.approx(reference, rel=2e-5)
     assert set(start.plan.choices.values()) == {strategy}
     assert (start.plan.cluster.nodes, start.plan.cluster.gpus_per_node) == (2, 2)
@@ -83,8 +90,8 @@ def test_losses_are_those_of_one_process(
     tensors_bytes = predicted.peak_memory_bytes - predicted.memory_by_category["reserve"]
     assert summary.memory.peak_bytes == pytest.approx(tensors_bytes, rel=0.1)
     assert [(accuracy.what, accuracy.total) for accuracy in summary.accuracies] == [
-        ("masked tokens", 4 * 256),
-        ("next sentences", 256),
+        ("masked tokens", 4 * asked),
+        ("next sentences", asked),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -92,6 +93,14 @@ def save_steps(rank: int, folder: str) -> None:
         save(f"{folder}/step-{step}", net, shards, optimizer)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of both steps, of which each test has a copy."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_steps, 2, str(folder))
+    return folder
+
+
 def damage(folder: Path, how: str) -> None:
     file = folder / "__1_0.distcp"
     content = bytearray(file.read_bytes())
@@ -131,9 +140,9 @@ def load_damaged(rank: int, folder: str) -> tuple[str, bool]:
     ],
 )
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(
-    tmp_path: Path, how: str, what: str, newest: str
+    tmp_path: Path, saved: Path, how: str, what: str, newest: str
 ) -> None:
-    run_ranks(save_steps, 2, str(tmp_path))
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "step-2", how)
     assert latest(tmp_path) == tmp_path / newest
     for told, untouched in run_ranks(load_damaged, 2, str(tmp_path)):
@@ -157,8 +166,8 @@ def load_trapped(rank: int, folder: str) -> None:
     load(f"{folder}/step-2", net, shards)
 
 
-def test_loading_runs_no_code_from_the_folder(tmp_path: Path) -> None:
-    run_ranks(save_steps, 2, str(tmp_path))
+def test_loading_runs_no_code_from_the_folder(tmp_path: Path, saved: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     trap, mark = tmp_path / "step-2" / ".metadata", tmp_path / "sprung"
     trap.write_bytes(pickle.dumps(Trap(str(mark))).ljust(trap.stat().st_size, b"\0"))
     with pytest.raises(AssertionError, match="does not hold what was written"):

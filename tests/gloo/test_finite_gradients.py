@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +14,15 @@ from collected import Collected
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from osdp.models.config import GPT2Config
+from osdp.models.gpt2 import GPT2
 from osdp.training.config import load_config
+from osdp.training.evaluate import held_out_accuracies
 from osdp.training.finite import NonFinite
 from osdp.training.job import prepare
 from osdp.training.loop import Trainer
 from osdp.training.rank_main import run_rank
 from osdp.training.reporters import Skipped
-from osdp.zoo import load_model
 from profiler.errors import OsdpError
 from runtime.state.checkpoint_files import latest, whole_steps
 
@@ -26,6 +30,8 @@ BAD = {3: 1, 5: 0}
 """Step, and the rank in whose backward a gradient turns into NaN, though its loss is finite."""
 number = 0
 """Of the step that is run."""
+FEW_ASKED = mock.patch("osdp.training.rank_main.held_out_accuracies", partial(held_out_accuracies, count=8))
+"""Asks for few sums at the end of a run, as nobody looks at how many are right."""
 
 
 class Spoil(torch.autograd.Function):
@@ -41,12 +47,20 @@ class Spoil(torch.autograd.Function):
         return gradients[0] * float("nan") if BAD.get(number) == rank else gradients[0]
 
 
+SIZES = GPT2Config(vocabulary_size=16, maximum_positions=32, hidden_size=32, layers=1, heads=2)
+
+
+def small() -> nn.Module:
+    """Return a model of a family of the zoo."""
+    return GPT2(SIZES)
+
+
 class Spoiled(nn.Module):
-    """A model of the zoo whose loss is spoiled."""
+    """Such a model whose loss is spoiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = load_model("gpt2-tiny").build()
+        self.inner = small()
 
     @property
     def config(self) -> Any:
@@ -60,7 +74,7 @@ class Spoiled(nn.Module):
         return self.inner.example_inputs(batch, sequence_length)
 
 
-def run(rank: int, options: dict[str, Any]) -> tuple[str, list[int], list[int], int]:
+def run(rank: int, options: dict[str, Any], clip: float | None = 1.0) -> tuple[str, list[int], list[int], int]:
     """Train; return what was raised, which steps were skipped and reported, and how many the summary says."""
     step = Trainer._step
 
@@ -77,21 +91,24 @@ def run(rank: int, options: dict[str, Any]) -> tuple[str, list[int], list[int], 
             if isinstance(event, Skipped):
                 skipped.append(event.number)
 
-    fixed = {"steps": 6, "device": "cpu", "timeout_s": 30.0, "log_every": 1, "model": "test_finite_gradients:Spoiled"}
+    fixed = {"steps": 6, "device": "cpu", "timeout_s": 30.0, "log_every": 1, "global_batch": 8, "batch": 4}
+    fixed["model"] = "test_finite_gradients:Spoiled"
     told = ""
     try:
-        run_rank(prepare(load_config("gpt2", fixed | options)), collected, Noting())
+        with FEW_ASKED:
+            config = dataclasses.replace(load_config("gpt2", fixed | options), clip=clip)
+            run_rank(prepare(config), collected, Noting())
     except OsdpError as error:
         told = str(error)
     last = collected.summaries[-1].skipped if collected.summaries else -1
     return told, skipped, [one.number for one in collected.steps], last
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_run_stops_before_the_optimizer(clip: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("clip", "sharding"), [(None, "FSDP"), (1.0, "DDP")])
+def test_a_run_stops_before_the_optimizer(clip: float | None, sharding: str, tmp_path: Path) -> None:
     """At the step in which the gradient arises, on all ranks; what is saved is finite."""
-    options = {"checkpoint": str(tmp_path), "checkpoint_every": 1} | ({"clip": clip} if clip else {})
-    for told, skipped, steps, _ in run_ranks(run, 2, options, joins=False):
+    options = {"checkpoint": str(tmp_path), "checkpoint_every": 1, "fsdp_type": sharding}
+    for told, skipped, steps, _ in run_ranks(run, 2, options, clip, joins=False):
         assert told.startswith("the gradients of step 3 are not finite\n")
         assert skipped == []
         assert steps in ([1, 2], [])
@@ -114,7 +131,8 @@ def test_too_many_in_a_row_stop_the_run() -> None:
 def resume(rank: int, folder: str, resumes: bool) -> tuple[int, str]:
     """Save a step and one whose weights overflow, or resume; return the first step and what was raised."""
     fixed = {"steps": 2, "device": "cpu", "timeout_s": 30.0, "checkpoint": folder, "checkpoint_every": 1}
-    config = load_config("gpt2", fixed)
+    model = {"model": "test_finite_gradients:small", "fsdp_type": "FSDP", "global_batch": 8, "batch": 4}
+    config = load_config("gpt2", model | fixed)
     if not resumes:
         check = Trainer.is_finite
         Trainer.is_finite = lambda self: True  # type: ignore[method-assign]  # as before there was such a check
@@ -128,12 +146,14 @@ def resume(rank: int, folder: str, resumes: bool) -> tuple[int, str]:
             return found
 
         Trainer._step = overflow  # type: ignore[method-assign]
-        run_rank(prepare(config), Collected())
+        with FEW_ASKED:
+            run_rank(prepare(config), Collected())
         Trainer._step, Trainer.is_finite = step, check  # type: ignore[method-assign]
         return 0, ""
     collected, told = Collected(), ""
     try:
-        run_rank(prepare(dataclasses.replace(config, steps=3)), collected)
+        with FEW_ASKED:
+            run_rank(prepare(dataclasses.replace(config, steps=3)), collected)
     except OsdpError as error:
         told = str(error)
     return collected.starts[0].first_step if collected.starts else -1, told

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from thoroughness import THOROUGH
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lora.py"
-STEPS = 40 if THOROUGH else 20
-TIGHT = STEPS if THOROUGH else 10
+STEPS = 40 if THOROUGH else 10
+TIGHT = STEPS
 """Steps that are made again, and lose the same, where less memory is."""
 
 

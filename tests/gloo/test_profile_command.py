@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from programs import REAL_RANK, process_of, python
 from ranks import children, run_ranks
 from thoroughness import THOROUGH
 
+from osdp.models.config import GPT2Config
+from osdp.models.gpt2 import GPT2
 from osdp.planning.clusters import load_cluster
 from osdp.zoo import load_model
 from planner.cost.workload import Workload
@@ -28,6 +32,7 @@ from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import call_key
 from profiler.cluster.read_cluster import read_cluster
 from profiler.model_graph import Recompute
+from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 from profiler.yaml_files import write_yaml
 from runtime.optimizers import OPTIMIZERS
@@ -208,12 +213,23 @@ def test_an_interrupted_profile_leaves_no_file(tmp_path: Path) -> None:
 Told = list[tuple[str, float]]
 
 
-def measure_once(rank: int) -> Told:
-    """Return what was told of the progress."""
-    from osdp.profile.session import Wanted, measure
+def small() -> GPT2:
+    return GPT2(GPT2Config(vocabulary_size=16, maximum_positions=8, hidden_size=16, layers=1, heads=2))
 
-    wanted, told = Wanted(load_model("gpt2-tiny"), "fp32", (1,), 1, 30.0, "cpu", (4096, 16384, 65536)), Told()
-    measure(wanted, torch.device("cpu"), lambda what, fraction: told.append((what, fraction)))
+
+def measure_once(rank: int) -> Told:
+    """Return what was told of the progress; what is measured is small, as nobody looks at how long it takes."""
+    from osdp.profile import fsdp_overhead, time_collectives
+    from osdp.profile.session import Wanted, measure
+    from profiler.timing import device_rates
+
+    source = ModelSource("small", small, lambda module, batch: module.example_inputs(batch, 8), 8)  # type: ignore[operator]
+    wanted, told = Wanted(source, "fp32", (1,), 1, 30.0, "cpu", (4096, 16384, 65536)), Told()
+    with contextlib.ExitStack() as patches:
+        for sizes in (device_rates.MATRIX, device_rates.ELEMENTS, fsdp_overhead.ROWS):
+            patches.enter_context(mock.patch.dict(sizes, cpu=64))
+        patches.enter_context(mock.patch.object(time_collectives, "TIMING_S", 0.002))
+        measure(wanted, torch.device("cpu"), lambda what, fraction: told.append((what, fraction)))
     return told
 
 
@@ -228,7 +244,7 @@ def test_progress_never_falls(ranks: int) -> None:
         if ranks == 1:
             stages = [stage for stage in stages if stage not in ("communication", "overlap", "units")]
         expected = [f"measuring {stage}" for stage in stages]
-        expected.insert(stages.index("model"), "tracing gpt2-tiny")
+        expected.insert(stages.index("model"), "tracing small")
         assert list(dict.fromkeys(what.partition(":")[0] for what, _ in told)) == expected
 
 

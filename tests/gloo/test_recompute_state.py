@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import some
 from torch import Tensor, nn
 from toys import Toy, plan_of, refusal, seeded
 
@@ -57,25 +59,26 @@ def train_with_statistics(rank: int) -> None:
     """Two forwards a step, then in eval mode with gradients, with and without recomputation, as one process does."""
     from osdp import OSDP
 
-    for strategy in ("replicate", "shard", "shard_grad", "owner"):
-        blocks = "blocks.0", "blocks.1"
-        for again in ({}, {"recomputed": blocks}, {"selective": blocks}):
-            reference = seeded(Statistics)
-            model = OSDP(seeded(Statistics), plan_of(Statistics(), strategy, **again, ranks=(1, 2)))
-            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-            for step in range(4):
-                for each, optimizer in zip((model, reference), optimizers, strict=True):
-                    each.train(step != 2)
-                    for micro_batch in range(2):
-                        (each(batch(10 * step + micro_batch)) / 2).backward()
-                        if isinstance(each, OSDP):
-                            each.sync()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            got = model.full_state_dict(rank0_only=False)
-            assert got["blocks.1.calls"] == 8
-            assert got["blocks.0.norm.num_batches_tracked"] == 6
-            torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
+    blocks = "blocks.0", "blocks.1"
+    kinds = ({}, {"recomputed": blocks}, {"selective": blocks})
+    combinations = list(product(("replicate", "shard", "shard_grad", "owner"), kinds))
+    for strategy, again in some(combinations, 2):  # every strategy, and every kind under several
+        reference = seeded(Statistics)
+        model = OSDP(seeded(Statistics), plan_of(Statistics(), strategy, **again, ranks=(1, 2)))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+        for step in range(4):
+            for each, optimizer in zip((model, reference), optimizers, strict=True):
+                each.train(step != 2)
+                for micro_batch in range(2):
+                    (each(batch(10 * step + micro_batch)) / 2).backward()
+                    if isinstance(each, OSDP):
+                        each.sync()
+                optimizer.step()
+                optimizer.zero_grad()
+        got = model.full_state_dict(rank0_only=False)
+        assert got["blocks.1.calls"] == 8
+        assert got["blocks.0.norm.num_batches_tracked"] == 6
+        torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def test_buffers_are_updated_once() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
+from thoroughness import some
 from torch import Tensor, nn
 from toys import Toy, plan_of, seeded
 
@@ -59,13 +60,17 @@ def losses(model: Any, step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int) -> None:
-    """Two backwards through one graph, then one, with dropout of the same seeds as in one process."""
+    """Two backwards through one graph, then one, with dropout of the same seeds as in one process.
+
+    By default every plan, and every kind of recomputation under two of them; all combinations with --thorough.
+    """
     from osdp import OSDP
 
     strategies = {"blocks.0.up": "owner", "blocks.0.down": "replicate", "blocks.1.up": "replicate"}
     plans = ("replicate", {}), ("shard", {}), ("shard_grad", strategies), ("odc:2", {})
     blocks = "blocks.0", "blocks.1"
-    for (default, choices), again in product(plans, ({}, {"recomputed": blocks}, {"selective": blocks})):
+    kinds = {}, {"recomputed": blocks}, {"selective": blocks}
+    for (default, choices), again in some(list(product(plans, kinds)), 2, 1):
         reference = seeded(TwoHeads)
         model = OSDP(seeded(TwoHeads), plan_of(TwoHeads(), default, choices, **again, ranks=(1, 2)))
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]

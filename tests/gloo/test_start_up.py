@@ -13,7 +13,7 @@ from toys import plan_of
 
 from runtime.observe.live_bytes import LiveBytes
 
-LAYERS, WIDTH = 32, 64
+LAYERS, WIDTH = 20, 64
 LAYER_BYTES = 2 * 4 * (WIDTH * WIDTH + WIDTH)
 
 

@@ -41,12 +41,15 @@ def sharded_as(name: str) -> Case:
 
 
 def round_trips(rank: int) -> None:
-    """Whole and sharded dicts go out and come back; whole ones fit the unsharded model and any other plan."""
+    """Whole and sharded dicts go out and come back; whole ones fit the unsharded model and any other plan.
+
+    By default every second of these plans, of which the mixed one has the strategies of the others, and a split.
+    """
     from osdp import OSDP
 
     wanted = initial("gpt2").state_dict()
     previous: Any = None
-    for name in ("replicate", "shard_grad", "group_shard:2", "owner+offload", "split", "mixed"):
+    for name in some(("replicate", "shard_grad", "owner+offload", "group_shard:2", "mixed", "split"), 2):
         model = OSDP(initial("gpt2"), sharded_as(name).plan())
         full = model.full_state_dict()
         assert bool(full) == (rank == 0)

@@ -15,6 +15,8 @@ from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import nn
 
+from osdp.models.config import GPT2Config
+from osdp.models.gpt2 import GPT2
 from osdp.training.config import TrainConfig, load_config
 from osdp.training.evaluate import TEST_SAMPLES, held_out_accuracies
 from osdp.training.job import prepare
@@ -28,6 +30,23 @@ FEW = 16
 """Sums that are asked for where nobody looks at how many are right; all of `osdp train` are in one test."""
 
 
+SMALL = GPT2Config(vocabulary_size=16, maximum_positions=32, hidden_size=32, layers=1, heads=2)
+"""Of a model where nothing depends on which one it is; some are of the zoo's."""
+
+
+def small() -> nn.Module:
+    return GPT2(SMALL)
+
+
+def with_dropout() -> nn.Module:
+    return GPT2(dataclasses.replace(SMALL, dropout=0.3))
+
+
+def in_bf16() -> nn.Module:
+    """Return a model as a checkpoint in bf16 gives it."""
+    return small().bfloat16()
+
+
 def train_here(rank: int, config: TrainConfig, asked: int = FEW) -> Collected:
     """Be one rank of a run, which asks for so many sums at its end."""
     collected = Collected()
@@ -38,7 +57,14 @@ def train_here(rank: int, config: TrainConfig, asked: int = FEW) -> Collected:
 
 def train(ranks: int, asked: int = FEW, **options: Any) -> Collected:
     """Train on so many ranks and return what rank 0 was told."""
-    fixed = {"steps": STEPS, "global_batch": BATCH, "log_every": 1, "device": "cpu", "timeout_s": 30.0}
+    fixed = {
+        "model": "test_train_runs:small",
+        "steps": STEPS,
+        "global_batch": BATCH,
+        "log_every": 1,
+        "device": "cpu",
+        "timeout_s": 30.0,
+    }
     config = load_config("gpt2", fixed | options)
     found: Collected = run_ranks(train_here, ranks, config, asked, joins=False)[0]
     return found
@@ -47,23 +73,18 @@ def train(ranks: int, asked: int = FEW, **options: Any) -> Collected:
 @cache
 def by_default() -> Collected:
     """Train as the configuration says."""
-    return train(2)
+    return train(2, model="gpt2-tiny")
 
 
 def losses(collected: Collected) -> dict[int, float]:
     return {step.number: step.loss for step in collected.steps}
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[int, float]:
+@cache
+def reference(model: str = "small") -> dict[int, float]:
     """Losses of a loop on one process that knows nothing of OSDP."""
     torch.manual_seed(0)
-    return trained(load_model("gpt2-tiny").build())
-
-
-def in_bf16() -> nn.Module:
-    """Return a model as a checkpoint in bf16 gives it."""
-    return load_model("gpt2-tiny").build().bfloat16()
+    return trained(small() if model == "small" else load_model(model).build())
 
 
 def trained(model: nn.Module) -> dict[int, float]:
@@ -97,14 +118,13 @@ def test_a_bf16_model_is_trained_in_fp32(options: dict[str, Any]) -> None:
     [
         (2, {}),
         (4 if THOROUGH else 2, {"fsdp_type": "FSDP"}),
-        (2, {"fsdp_type": "DDP"}),
         (2, {"batch": 2}),  # two micro-batches a step
-        (2, {"batch": 2, "fsdp_type": "DDP"}),
+        (2, {"batch": 2, "fsdp_type": "DDP"}),  # with one: test_what_is_measured
     ],
 )
-def test_losses_are_those_of_one_process(ranks: int, options: dict[str, Any], reference: dict[int, float]) -> None:
+def test_losses_are_those_of_one_process(ranks: int, options: dict[str, Any]) -> None:
     collected = train(ranks, **options) if options else by_default()
-    assert losses(collected) == pytest.approx(reference, rel=2e-5)
+    assert losses(collected) == pytest.approx(reference("small" if options else "gpt2-tiny"), rel=2e-5)
     plan = collected.starts[0].plan
     assert ranks * plan.micro_batch * plan.accumulation == BATCH
     if options.get("fsdp_type"):
@@ -113,23 +133,21 @@ def test_losses_are_those_of_one_process(ranks: int, options: dict[str, Any], re
 
 def test_a_resumed_run_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Bit for bit, dropout included."""
-    card = tmp_path / "dropout.yaml"
-    text = Path(__file__).parents[2].joinpath("configs/models/gpt2-tiny.yaml").read_text()
-    card.write_text(text + "  dropout: 0.3\n")
+    given: dict[str, Any] = {"model": "test_train_runs:with_dropout"}
     folder = str(tmp_path / "checkpoints")
-    whole = train(2, model=str(card), checkpoint=folder, checkpoint_every=2, checkpoint_keep=9, checkpoint_async=True)
+    whole = train(2, **given, checkpoint=folder, checkpoint_every=2, checkpoint_keep=9, checkpoint_async=True)
     assert sorted(path.name for path in Path(folder).iterdir()) == ["step-000002", "step-000004", "step-000006"]
-    resumed = train(2, model=str(card), resume=f"{folder}/step-000004")
+    resumed = train(2, **given, resume=f"{folder}/step-000004")
     assert resumed.starts[0].first_step == 4
     assert losses(resumed) == {number: loss for number, loss in losses(whole).items() if number > 4}
 
 
-def test_checkpoints_serve_other_ranks_and_old_ones_go(tmp_path: Path, reference: dict[int, float]) -> None:
+def test_checkpoints_serve_other_ranks_and_old_ones_go(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     train(2, checkpoint=folder, checkpoint_every=1, checkpoint_keep=2, steps=4)
     assert sorted(path.name for path in Path(folder).iterdir()) == ["step-000003", "step-000004"]
     elsewhere = train(1, resume=f"{folder}/step-000003", fsdp_type="DDP")
-    assert losses(elsewhere) == pytest.approx({n: loss for n, loss in reference.items() if n > 3}, rel=2e-5)
+    assert losses(elsewhere) == pytest.approx({n: loss for n, loss in reference().items() if n > 3}, rel=2e-5)
     finished = train(2, checkpoint=folder, steps=4)
     assert finished.steps == []
     assert (finished.summaries[0].steps, finished.summaries[0].memory) == (0, None)
@@ -138,7 +156,10 @@ def test_checkpoints_serve_other_ranks_and_old_ones_go(tmp_path: Path, reference
 
 
 def test_what_is_measured(tmp_path: Path) -> None:
-    collected = train(2, TEST_SAMPLES, fsdp_type="DDP", tensorboard=str(tmp_path))
+    collected = train(2, TEST_SAMPLES, model="gpt2-tiny", fsdp_type="DDP", tensorboard=str(tmp_path))
+    assert losses(collected) == pytest.approx(reference("gpt2-tiny"), rel=2e-5)
+    plan = collected.starts[0].plan
+    assert (set(plan.choices.values()), 2 * plan.micro_batch * plan.accumulation) == ({"replicate"}, BATCH)
     (summary,) = collected.summaries
     assert summary.timed_steps == STEPS - 2
     assert summary.samples_per_s == pytest.approx(BATCH / summary.step_s)
@@ -172,7 +193,7 @@ def test_baselines_take_the_micro_batch_of_the_plan_and_say_if_they_do_not_fit()
 
 def test_looking_into_steps_changes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is optional and not installed")
-    seen, plain = train(2, trace=str(tmp_path / "traces")), by_default()
+    seen, plain = train(2, model="gpt2-tiny", trace=str(tmp_path / "traces")), by_default()
     assert losses(seen) == losses(plain)
     names = {
         f"{name}-rank{rank}.{suffix}" for rank in (0, 1) for name, suffix in (("memory", "png"), ("trace", "json"))
