@@ -203,7 +203,9 @@ def test_the_program_keeps_what_is_cheapest_at_any_price_of_memory() -> None:
 
 
 @settings(SLOW, max_examples=draws(2))
-@given(st.integers(2, 6 if THOROUGH else 3), st.floats(1.02, 2.0), st.sampled_from([Effort(labels=0), Effort(seconds=0.0)]))
+@given(
+    st.integers(2, 6 if THOROUGH else 3), st.floats(1.02, 2.0), st.sampled_from([Effort(labels=0), Effort(seconds=0.0)])
+)
 def test_a_search_with_less_effort_finds_a_plan_and_a_bound_that_hold(
     layers: int, factor: float, effort: Effort
 ) -> None:
