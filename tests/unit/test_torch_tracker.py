@@ -29,7 +29,6 @@ from runtime.meshes import Meshes
 from runtime.optimizers import as_priced
 from runtime.torch_compat import forget_meshes
 
-
 LENGTH = 128 if THOROUGH else 32
 
 
