@@ -231,11 +231,8 @@ def test_a_contrastive_loss_of_transformers(tmp_path: Path) -> None:
 
     source = ModelSource("clip", lambda: LossOnly(clip.build()), example_inputs, 18)
     graph = trace_model(source)
-    for batch, tolerance in (
-        (3, 0.1),
-        *([(16, 0.02)] if THOROUGH else []),
-        (64, 0.005),
-    ):  # storages of few bytes are rounded to 512
+    # Storages of few bytes are rounded to 512.
+    for batch, tolerance in some([(3, 0.1), (16, 0.02), (64, 0.005)], 2):
         pairs = zip(predicted_peaks(graph, batch), tracked_peaks(source, batch), strict=True)
         assert all(tracked <= predicted <= (1 + tolerance) * tracked for predicted, tracked in pairs)
     assert any(call.forward.matmul_flops.coefficients[2] for call in graph.calls)

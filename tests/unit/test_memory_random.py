@@ -91,8 +91,9 @@ def test_no_plan_that_is_accepted_exceeds_its_limit(
     family, precision = kind
     graph, machine = graph_of(family, VOCABULARY[family], LENGTH, precision), cluster(*shape)
     load = Workload(machine, "adam", precision, micro_batch)
-    limit_bytes = round(factor * whole_mib(smallest_plan(Space(graph), load).peak.total_bytes))
-    found = search(Task(graph, machine, limit_bytes, micro_batch=micro_batch))
+    space = Space(graph)
+    limit_bytes = round(factor * whole_mib(smallest_plan(space, load).peak.total_bytes))
+    found = search(Task(graph, machine, limit_bytes, micro_batch=micro_batch), space=space)
     plan = make_plan(found.options, found.spanning, found.space, found.load, limit_bytes=limit_bytes, gap=found.gap)
     held = compare(plan, source(family, VOCABULARY[family], LENGTH), graph, machine)
     peak_bytes = sum(held.tracked.values()) + machine.reserve_bytes

@@ -70,7 +70,7 @@ def tracked_by_torch(case: Case) -> dict[str, int]:
     some(
         [
             # llama's last norm and head would be one unit if they took the same.
-            Case("shard", (("norm", "shard_grad"),), family="llama", length=LENGTH),
+            Case("shard", (("norm", "shard_grad"),), family="llama"),
             Case("shard_grad", (("norm", "shard"),), family="llama"),
             Case("shard", (("norm", "shard_grad"),), family="llama", vocabulary=8192, shape=(8, 8)),
             Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, precision="bf16", length=LENGTH),
