@@ -13,7 +13,7 @@ from huggingface_cases import BERT, CASES, CLIP, GPT2, T5, VISION, WHISPER, leng
 from rehearsals import compare
 from synthetic import cluster
 from test_trace_memory import predicted_peaks, tracked_peaks
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, some
 
 from osdp.planning.request import Request, plan_graph
 from osdp.training.config import TrainConfig
