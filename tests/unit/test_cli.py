@@ -64,7 +64,7 @@ def test_a_plan_from_start_to_json(tmp_path: Path) -> None:
     assert sum(told["predicted"]["memory_by_category"].values()) == told["predicted"]["peak_memory_bytes"]
     assert told["predicted"]["samples_per_s"] == pytest.approx(8 * 4 / told["predicted"]["step_time_s"])
     seconds = told["seconds"]
-    assert 0 < seconds["trace"] + seconds["search"] < seconds["total"] < 60
+    assert 0 < (seconds["trace"] or 0.0) + seconds["search"] < seconds["total"] < 60  # its graph comes with OSDP
     plan = read_plan(path)
     assert plan.choices == told["choices"]
     assert plan.predicted.peak_memory_bytes == told["predicted"]["peak_memory_bytes"]
