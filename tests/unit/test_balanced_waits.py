@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import draws
 
 from osdp.uneven_lengths.balanced_batches import BalancedBatchSampler
 from planner.cost.stragglers import Imbalance, Waits, histogram
@@ -74,7 +75,7 @@ def test_micro_batches_are_dealt_whole(ranks: int, accumulation: int) -> None:
         assert found.per_step == pytest.approx(once, rel=0.03)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(15), deadline=None)
 @given(
     st.lists(st.integers(1, 512), min_size=2, max_size=30),
     st.integers(1, 16),

@@ -93,7 +93,7 @@ def test_whole_choices_are_those_that_none_is_better_than(groups: list[list[tupl
     assert all(sums[numbers][1] == cost for cost, numbers in found)
 
 
-@settings(max_examples=draws(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=draws(4, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs(), machines, st.integers(1, 40), st.sampled_from([1, 3]), st.integers(0, 99))
 def test_no_plan_that_fits_is_faster_than_the_ceiling(
     graph: ModelGraph, machine: Cluster, micro_batch: int, accumulation: int, seed: int
@@ -112,7 +112,7 @@ def test_no_plan_that_fits_is_faster_than_the_ceiling(
         assert free_s * (1 - 1e-12) <= fits_s <= step_time(options, load).total_s * (1 + 1e-12)
 
 
-@settings(max_examples=draws(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=draws(3, 40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs(), machines, st.booleans())
 def test_candidates_do_not_depend_on_which_sizes_were_first(graph: ModelGraph, machine: Cluster, hosted: bool) -> None:
     machine = replace(machine, host=HOST if hosted else None)

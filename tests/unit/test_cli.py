@@ -28,7 +28,7 @@ TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "
 MAX_GROWTH_BYTES = 0.37e9
 """What `osdp plan` for GPT-2 1.5B may take beside what importing torch takes, from process start to printed plan.
 
-With torch's CPU build, which takes 0.23 GB, that is 0.6 GB in all.
+With torch's CPU build, which takes 0.23 GB, that is 0.6 GB in all.  With a graph that comes with OSDP it imports none.
 """
 
 
@@ -64,7 +64,7 @@ def test_a_plan_from_start_to_json(tmp_path: Path) -> None:
     assert sum(told["predicted"]["memory_by_category"].values()) == told["predicted"]["peak_memory_bytes"]
     assert told["predicted"]["samples_per_s"] == pytest.approx(8 * 4 / told["predicted"]["step_time_s"])
     seconds = told["seconds"]
-    assert 0 < seconds["trace"] + seconds["search"] < seconds["total"] < 60
+    assert 0 < (seconds["trace"] or 0.0) + seconds["search"] < seconds["total"] < 60  # its graph comes with OSDP
     plan = read_plan(path)
     assert plan.choices == told["choices"]
     assert plan.predicted.peak_memory_bytes == told["predicted"]["peak_memory_bytes"]
@@ -86,10 +86,11 @@ def peak_bytes_of(*arguments: str) -> tuple[int, int]:
 
 
 def test_the_largest_gpt2_is_planned_in_little_memory() -> None:
-    _, torch_bytes = peak_bytes_of("-c", "import torch")
     status, peak_bytes = peak_bytes_of("-m", "osdp", "plan", "--model", "gpt2-1.5b", "--mem", "8GB")
     assert status == 0
-    assert peak_bytes - torch_bytes < MAX_GROWTH_BYTES
+    if peak_bytes >= MAX_GROWTH_BYTES:
+        _, torch_bytes = peak_bytes_of("-c", "import torch")
+        assert peak_bytes - torch_bytes < MAX_GROWTH_BYTES
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -201,7 +202,7 @@ def test_a_smaller_limit_is_never_faster(cli: Cli) -> None:
     """And its plan fits: the promise that matters most."""
     speeds = []
     for mem in ("502MB", "532MB", "1GB"):
-        asked = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--global-batch", "64", "--mem", mem)
+        asked = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--global-batch", "32", "--mem", mem)
         told = json.loads(cli(*asked, "--json").out)
         assert told["predicted"]["peak_memory_bytes"] <= told["limit_bytes"]
         speeds.append(told["predicted"]["samples_per_s"])

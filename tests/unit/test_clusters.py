@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import draws
 
 from osdp.resources import resource_file
 from osdp.zoo import cluster_names, load_cluster
@@ -236,6 +237,7 @@ def test_figures_that_cannot_be_are_refused(
     assert re.search(r"c\.yaml, line \d+: ", message)
 
 
+@settings(max_examples=draws(40))
 @given(st.data())
 def test_damaged_files_raise_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A cluster file with a few lines lost, doubled, re-indented or replaced is read or refused."""

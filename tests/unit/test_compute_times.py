@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from clocks import ManualClock, ThreadClock, one_thread
+from thoroughness import THOROUGH, some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from trace_models import MEMORY_CASES, MLP, Block, EncoderDecoder, language_model, source
+from trace_models import MEMORY_CASES, MLP, Block, language_model, source
 
 from osdp.models.bert import Bert
 from osdp.models.config import BertConfig, GPT2Config, LlamaConfig
@@ -178,7 +180,7 @@ def gpt2(hidden: int, layers: int, length: int, words: int = 256, dropout: float
     return ModelSource("gpt2", lambda: GPT2(config), lambda module, batch: module.example_inputs(batch), length)
 
 
-@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize("layers", [2, 6] if THOROUGH else [3])
 def test_calls_add_up_to_a_plain_training_step(layers: int) -> None:
     """A plain step and a measured pass take turns; the bands leave room for a busy machine."""
     model = gpt2(256, layers, 64)
@@ -267,9 +269,9 @@ def kept_bytes(model: ModelSource, batch: int, dtype: torch.dtype) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("precision", "name"), some([*product(("fp32", "bf16"), MODELS)], 2))
 def test_every_kind_of_call_is_measured_and_keeps_what_autograd_keeps(name: str, precision: str) -> None:
+    """Of each model in one precision; with --thorough in both."""
     model = MODELS[name]
     graph = trace_model(model, precision)
     found = measure_calls(model, graph, CPU, [2], repetitions=1, warm_up=0)
@@ -304,7 +306,7 @@ def peak_bytes(model: ModelSource, graph: ModelGraph) -> int:
 
 
 def test_depth_costs_no_memory() -> None:
-    shallow, deep = gpt2(64, 2, 128), gpt2(64, 12, 128)
+    shallow, deep = gpt2(64, 2, 128), gpt2(64, 12 if THOROUGH else 5, 128)
     peaks = [peak_bytes(model, trace_model(model)) for model in (shallow, deep)]
     # Each layer more has 200 KB of parameters and keeps 3 MB of activations.
     assert peaks[1] <= peaks[0] + 64 * 1024
@@ -383,9 +385,21 @@ def test_what_the_model_raises_names_the_operator(layer: Callable[[int, int], nn
         measure_calls(model, trace_model(model), CPU, [1])
 
 
+class Other(nn.Module):
+    """A layer by a name that no other model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x).sum()
+        return out
+
+
 def test_a_graph_of_another_model_is_refused() -> None:
     with pytest.raises(OsdpError, match=r"not of model(.|\n)*no module net"):
-        measure_calls(source(lambda: MLP(8, 4), (8,)), trace_model(source(EncoderDecoder, (4, 32), (4, 32))), CPU, [1])
+        measure_calls(source(lambda: MLP(8, 4), (8,)), trace_model(source(Other, (8,))), CPU, [1])
 
 
 @pytest.mark.parametrize(("sizes", "repetitions"), [([], 1), ([0], 1), ([1], 0)])

@@ -37,7 +37,7 @@ def compared(task: Task) -> tuple[Dealing, list[Task]]:
 
 
 def test_rows_are_searches_of_the_changed_task() -> None:
-    task = task_of(global_batch=64)
+    task = task_of(global_batch=32)
     dealing, asked = compared(task)
     assert dealing.names == ("odc",)
     assert [(row.for_uneven, row.balanced) for row in dealing.rows] == [

@@ -13,6 +13,7 @@ import pytest
 from command_line import Cli
 from exported import parallelize_of
 from parity import FAMILIES, Case, cluster_of, graph_of
+from thoroughness import some
 from torch import nn
 
 from osdp.export.formats import exported
@@ -39,7 +40,9 @@ def mixed(family: str, precision: str = "bf16") -> Case:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_import_torch_alone_and_are_formatted(family: str, tmp_path: Path) -> None:
-    for number, case in enumerate([mixed(family), mixed(family, "fp32"), Case(family, {}, "replicate")]):
+    """With --thorough of both precisions, else of each by turns."""
+    precisions = some(("bf16", "fp32"), 2, FAMILIES.index(family))
+    for number, case in enumerate([*(mixed(family, one) for one in precisions), Case(family, {}, "replicate")]):
         text = exported(view_of(case), "fsdp2", nearest=True).text
         (tmp_path / f"{number}.py").write_text(text)
         imported = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}

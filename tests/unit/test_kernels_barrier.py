@@ -128,7 +128,7 @@ def meet(
     ("peers", "block", "pause_us", "meetings"),
     [
         (1, 1, 0, 1000),
-        (2, 32, 0, 1000 if THOROUGH else 300),
+        (2, 32, 0, 1000 if THOROUGH else 150),
         (2, 2, 300, 1000),
         (3, 2, 300, 1000),
         (8, 8, 0, 250 if THOROUGH else 80),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -25,7 +26,7 @@ from planner.strategies.registry import strategies_on
 from profiler.model_graph import ModelGraph
 
 SLOW = settings(
-    max_examples=draws(25),
+    max_examples=draws(12, 250),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -165,9 +166,15 @@ def test_pairs_that_are_ruled_out_at_once_do_not_fit(
             held = extended[[picks[index]]]
 
 
-def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def of_unlike_blocks() -> tuple[Workload, CandidateSet]:
+    """Return candidates for a model of blocks of which no two are alike."""
     load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
-    candidates = Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
+    return load, Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
+
+
+def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, candidates = of_unlike_blocks()
     limit = 0.5 * peak_memory(candidates.picked([0] * len(candidates.stage_classes)), load).total_bytes
     labels, bound_s = label_setting(candidates, limit)
     whole = labels.run(bound_s * 1.1)
@@ -180,8 +187,7 @@ def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: p
 
 
 def test_few_stages_may_make_most_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
-    candidates = Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
+    load, candidates = of_unlike_blocks()
     limit = 0.5 * peak_memory(candidates.picked([0] * len(candidates.stage_classes)), load).total_bytes
     labels, bound_s = label_setting(candidates, limit)
     best_s = labels.run(bound_s * 1.1).least_s

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
-from thoroughness import THOROUGH
+from thoroughness import some
 from torch import nn
 from trace_models import source
 
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
+
+
+@cache
+def traced(kind: type[nn.Module], length: int) -> tuple[ModelSource, ModelGraph]:
+    """Return a model of inputs (length, 64), and its trace."""
+    model = source(kind, (length, 64))
+    return model, trace_model(model)
 
 
 class Residual(nn.Module):
@@ -53,8 +64,7 @@ class Widened(Residual):
 @pytest.mark.parametrize("strategy", ["shard_grad", "replicate"])
 def test_what_follows_a_block_does_not_run_again(strategy: str) -> None:
     """Where the block is two units, which are gathered as it runs again."""
-    model = source(Widened, (128, 64))
-    graph = trace_model(model)
+    model, graph = traced(Widened, 128)
     choices = {operator.name: "shard" if operator.name.endswith("0") else strategy for operator in graph.operators}
     plan = plan_of(graph, cluster(1, 8), choices, [block.name for block in graph.blocks], micro_batch=8)
     assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002
@@ -91,8 +101,7 @@ class Collected(nn.Module):
 @pytest.mark.parametrize("again", [slice(0), slice(None), slice(3), slice(3, None), slice(0, None, 2)])
 def test_what_a_models_forward_holds_is_counted_once(again: slice, strategy: str) -> None:
     """Of blocks that are recomputed what they are handed, of the others nothing: up to 0.6 MiB of 4."""
-    model = source(Collected, (64, 64))
-    graph = trace_model(model)
+    model, graph = traced(Collected, 64)
     choices, names = {o.name: strategy for o in graph.operators}, [block.name for block in graph.blocks]
     plan = plan_of(graph, cluster(1, 4), choices, names[again], micro_batch=8, optimizer="sgd")
     found = compare(plan, model, graph, cluster(1, 4))
@@ -128,7 +137,7 @@ class Shifts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "parts"), [("shard", 2), ("replicate", 2), ("replicate", 3), *([("shard", 3)] if THOROUGH else [])]
+    ("strategy", "parts"), some([("shard", 2), ("replicate", 2), ("shard", 3), ("replicate", 3)], 3)
 )
 def test_what_blocks_share_is_kept_only_for_those_of_them_that_run_again(strategy: str, parts: int) -> None:
     """Four hidden states for each part of the model; of three and more, a search does not tell apart for which."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from thoroughness import some
 from torch import nn
 from trace_models import source
 
-from profiler.model_graph import Recompute
+from profiler.model_graph import ModelGraph, Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -82,8 +83,14 @@ TWICE = [
 """Strategy, whether blocks are recomputed, micro-batch."""
 
 
-@pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("case", some(TWICE, 2), ids=str)
+@cache
+def revisited(turns: bool) -> tuple[ModelSource, ModelGraph]:
+    """Return the model and its trace."""
+    model = source(lambda: Revisited(turns=turns), (16, 256))
+    return model, trace_model(model)
+
+
+@pytest.mark.parametrize(("case", "turns"), some([*product(TWICE, (False, True))], 3), ids=str)
 def test_what_runs_twice_is_gathered_twice(case: tuple[str, bool, int], turns: bool) -> None:
     """Were it to stay from the first time to the last, all of the model would: 1.5 MiB of 3.2 and more.
 
@@ -91,8 +98,7 @@ def test_what_runs_twice_is_gathered_twice(case: tuple[str, bool, int], turns: b
     back, before a block that is recomputed is gathered: 0.5 MiB of 24.
     """
     strategy, recomputes, micro_batch = case
-    model = source(lambda: Revisited(turns=turns), (16, 256))
-    graph = trace_model(model)
+    model, graph = revisited(turns)
     choices = {operator.name: strategy for operator in graph.operators}
     again = {block.name for block in graph.blocks} if recomputes else ()
     plan = plan_of(graph, cluster(1, 8), choices, again, micro_batch=micro_batch)
@@ -199,24 +205,27 @@ class Rejoined(nn.Module):
 
 HIDDEN = 4 * 64 * 32
 """Bytes of what blocks of `Rejoined` hand on, of one sample."""
+RESIDUALS = "none", "plain", "product"
 
 
-@pytest.mark.parametrize(("block", "residual"), some([*product([Kept, Added], ["none", "plain", "product"])], 2))
+@pytest.mark.parametrize(("block", "residual"), some([*product([Kept, Added], RESIDUALS)], 2))
 def test_gradients_of_what_a_block_shares_leave_it_together_only_if_it_is_one_unit(
     block: type[nn.Module], residual: str
 ) -> None:
     """The gradients of its own residual and of the model's are added up at once else.
 
     The sum is one tensor more as long as the gradient of the output is needed: 64 KiB of 0.8 MiB of plans that would be
-    predicted 7.9 % too low.  Where the model's has a tensor of its own, it is one less from then on.
+    predicted 7.9 % too low.  Where the model's has a tensor of its own, it is one less from then on.  With --thorough
+    each model under all plans, else each of them under a third.
     """
     model = source(lambda: Rejoined(block, residual), (64, 32))
     graph = trace_model(model)
-    for names in (("shard", "shard"), ("shard", "shard_grad"), ("shard_grad", "owner"), ("replicate", "replicate")):
+    pairs = ("shard", "shard"), ("shard", "shard_grad"), ("shard_grad", "owner"), ("replicate", "replicate")
+    for names, recomputes in some([*product(pairs, (False, True))], 3, RESIDUALS.index(residual)):
         choices = {o.name: names[o.name.endswith("down")] for o in graph.operators}
-        for again in ([], [one.name for one in graph.blocks]):
-            plan = plan_of(graph, cluster(1, 8), choices, again, micro_batch=8, optimizer="sgd")
-            assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002, (names, again)
+        again = [one.name for one in graph.blocks] if recomputes else []
+        plan = plan_of(graph, cluster(1, 8), choices, again, micro_batch=8, optimizer="sgd")
+        assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002, (names, again)
 
 
 def test_what_a_sum_of_gradients_that_is_made_at_once_adds_and_takes() -> None:

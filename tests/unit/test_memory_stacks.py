@@ -53,7 +53,7 @@ def held(number: int) -> tuple[Compared, int]:
     return compare(plan, model, graph, machine, with_data=True), 2 * sum(statistics)
 
 
-CHUNK = 10
+CHUNK = 10 if THOROUGH else 5
 """Models of a test, so that workers share them."""
 
 

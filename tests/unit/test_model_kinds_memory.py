@@ -118,7 +118,7 @@ def test_no_kind_of_model_holds_more_than_is_predicted(name: str, capsys: pytest
         check(one)
 
 
-@pytest.mark.parametrize("case", some([*MENDED], 6), ids=" ".join)
+@pytest.mark.parametrize("case", some([*MENDED], 8), ids=" ".join)
 def test_what_was_too_low_is_not_any_more(case: tuple[str, str, str, str]) -> None:
     name, strategy, how, precision = case
     check(compared(name, strategy, how, precision, MENDED[case]))

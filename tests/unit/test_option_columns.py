@@ -49,7 +49,7 @@ def assert_same(one: OptionColumns, other: OptionColumns) -> None:
         np.testing.assert_array_equal(one.highest.get(sees, absent), other.highest.get(sees, absent))
 
 
-@settings(max_examples=draws(12), deadline=None)
+@settings(max_examples=draws(6, 120), deadline=None)
 @given(graphs, loads, st.booleans())
 def test_columns_are_the_numbers_of_the_options(graph: object, load: Workload, syncs: bool) -> None:
     space = Space(graph)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_columns_are_the_numbers_of_the_options(graph: object, load: Workload, s
             assert [options[k].strategies for k in range(len(options))] == [option.strategies for option in options]
 
 
-@settings(max_examples=draws(12), deadline=None)
+@settings(max_examples=draws(6, 120), deadline=None)
 @given(graphs, loads, st.integers(0, 10**6))
 def test_lists_that_are_cut_and_joined_keep_options_and_columns_together(
     graph: object, load: Workload, seed: int
@@ -83,7 +83,7 @@ def test_lists_that_are_cut_and_joined_keep_options_and_columns_together(
     assert_same(joined.columns, OptionColumns.of(expected, load))
 
 
-@settings(max_examples=draws(12), deadline=None)
+@settings(max_examples=draws(6, 120), deadline=None)
 @given(graphs, loads, st.integers(0, 10**6))
 def test_a_stage_alone_takes_what_its_terms_add_up_to(graph: object, load: Workload, seed: int) -> None:
     random, space = np.random.default_rng(seed), Space(graph)  # type: ignore[arg-type]

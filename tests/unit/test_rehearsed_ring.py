@@ -50,9 +50,9 @@ def run_dry(case: Case, in_rings: bool, with_data: bool = not THOROUGH) -> DryRu
 @pytest.mark.parametrize(
     "case",
     [
-        Case("shard", shape=(1, 3), length=64),
-        Case("shard", shape=(1, 4), length=64, precision="bf16", accumulation=2),
-        Case("group_shard:4", shape=(2, 4), length=64),
+        Case("shard", shape=(1, 3), length=32),
+        Case("shard", shape=(1, 4), length=32, precision="bf16", accumulation=2),
+        Case("group_shard:4", shape=(2, 4), length=32),
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_a_dry_run_in_rings_holds_what_one_by_the_backend_holds(case: Case) -> N
 
 
 def test_a_thousand_ranks_take_one_step() -> None:
-    case = Case("shard", shape=(128, 8), length=64)
+    case = Case("shard", shape=(128, 8), length=32)
     with record_collectives() as by_backend:
         wanted = run_dry(case, in_rings=False, with_data=False)
     with record_collectives() as by_rings:

@@ -67,6 +67,10 @@ def graph() -> ModelGraph:
     )
 
 
+FACTORS = 1.0005, 1.001, 1.003, 1.01, 1.05, 1.1
+"""Limits, in smallest ones."""
+
+
 @cache
 def smallest_bytes() -> float:
     """Return the least that a plan needs."""
@@ -75,7 +79,7 @@ def smallest_bytes() -> float:
     return smallest_of(space, loads_of(task, space), float("inf")).peak.total_bytes
 
 
-@pytest.mark.parametrize(("style", "factor"), some([*product(["", BEST], [1.0005, 1.001, 1.003, 1.01, 1.05, 1.1])], 5))
+@pytest.mark.parametrize(("style", "factor"), some([*product(["", BEST], FACTORS)], 6, first=4))
 def test_what_is_recomputed_of_a_block_is_so_in_all_its_calls(factor: float, style: str) -> None:
     machine = load_cluster("titan-rtx-8")
     plan = plan_graph(graph(), machine, Request(int(smallest_bytes() * factor) + 1, style=style)).plan

@@ -230,7 +230,7 @@ def test_memory_is_what_a_dry_run_holds(case: Case) -> None:
 
 def test_it_holds_more_than_whole_recomputation_and_less_than_none() -> None:
     nothing, some, every = (
-        sum(Case("shard", length=256, micro_batch=4, **again).compare().tracked.values())
+        sum(Case("shard", micro_batch=4, **again).compare().tracked.values())
         for again in ({}, {"selective": 1}, {"recompute": 1})
     )
     assert every < some < nothing

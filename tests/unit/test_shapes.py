@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import draws
 from torch import Tensor
 
 from profiler.trace.elementwise import Layout, elementwise
@@ -42,7 +43,7 @@ def operands(draw: st.DrawFn) -> list[Tensor]:
     return tensors
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=draws(150), deadline=None)
 @given(operands())
 def test_elementwise_strides(tensors: list[Tensor]) -> None:
     ops: dict[int, Callable[..., Tensor]] = {1: torch.exp, 2: torch.add, 3: torch.addcmul}

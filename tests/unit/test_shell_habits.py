@@ -22,9 +22,10 @@ from osdp.doctor import all_reduce
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TINY = ("--model", "gpt2-tiny", "--cluster", "cpu-gloo", "--batch", "2")
+PINNED = (*TINY, "--pin", "*=shard")
 PLAN = "plan.yaml"
 COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "plan": ((*TINY, "--what-if", "-o", PLAN), (*TINY, "--mem", "1GB,2GB"), (*TINY, "--json")),
+    "plan": ((*PINNED, "--what-if", "-o", PLAN), (*PINNED, "--mem", "1GB,2GB"), (*PINNED, "--json")),
     "explain": ((PLAN,), (PLAN, "blocks.0")),
     "diff": ((PLAN, PLAN), (PLAN, PLAN, "--json")),
     "schedule": ((PLAN,),),

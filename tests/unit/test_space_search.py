@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, options_of, transformer
-from thoroughness import draws
+from thoroughness import draws, some
 
 from planner.cost.ddp import COPY
 from planner.cost.peak_memory import peak_memory
@@ -43,7 +44,7 @@ from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Recompute
 
 SLOW = settings(
-    max_examples=draws(8),
+    max_examples=draws(5, 80),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -94,7 +95,7 @@ def smallest_bytes(graph: ModelGraph, load: Workload) -> float:
     return min(peak_memory(priced(space, load, choices, None).options, load).total_bytes for choices in plans)
 
 
-@settings(SLOW, max_examples=draws(4))
+@settings(SLOW, max_examples=draws(3, 40))
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4)), machines, st.floats(1.0, 2.5))
 def test_nothing_in_the_space_is_faster_than_the_bound(rows: tuple[int, int], machine: Cluster, factor: float) -> None:
     graph = small_chain(rows)
@@ -202,7 +203,7 @@ def decided(draw: st.DrawFn) -> tuple[ModelGraph, Cluster, list[StageDecision], 
     return graph, machine, choices, spanning
 
 
-@settings(SLOW, max_examples=draws(12))
+@settings(SLOW, max_examples=draws(6, 120))
 @given(decided(), st.integers(1, 2))
 def test_a_plan_reads_back_as_it_was_priced(
     case: tuple[ModelGraph, Cluster, list[StageDecision], Strategy | None], accumulation: int
@@ -247,7 +248,7 @@ def unequal_menu(graph: ModelGraph, load: Workload, seed: int) -> CandidateSet:
     return menu_of(space, load, some)
 
 
-@settings(SLOW, max_examples=draws(10))
+@settings(SLOW, max_examples=draws(5, 100))
 @given(chains, machines, st.integers(1, 3), st.floats(0.0, 1.0), st.integers(0, 1000))
 def test_labels_with_unequal_segments_equal_brute_force(
     graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
@@ -361,7 +362,7 @@ def test_split_pins_of_spanning_operators_are_refused() -> None:
 # --- uneven micro-batches ---
 
 
-@settings(SLOW, max_examples=draws(5))
+@settings(SLOW, max_examples=draws(3, 50))
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4)), st.booleans(), st.floats(1.0, 3.0), st.floats(0.0, 1.5))
 def test_waiting_is_charged_as_the_whole_plan_meets(
     rows: tuple[int, int], overlaps: bool, factor: float, variation: float
@@ -444,15 +445,22 @@ def test_searches_that_share_a_space_find_what_separate_ones_do() -> None:
         assert together.samples_per_s == alone.samples_per_s
 
 
+@cache
+def uneven_search() -> tuple[Task, Found]:
+    """Return a question of uneven micro-batches, and what is found without pins."""
+    machine = cluster(1, 4, intra=50e9)
+    task = Task(transformer(3, 256), machine, 200 * MIB, global_batch=32, imbalance=Imbalance(1.0))
+    return task, search(task)
+
+
 @pytest.mark.parametrize("pinned", ["odc:4", "odc:2", "shard", "group_shard:2", "replicate"])
 def test_no_pinned_plan_is_faster_than_the_bound_without_pins(pinned: str) -> None:
     """Uneven micro-batches: who waits where must not be lost when strategies are ruled out beforehand."""
-    graph, machine = transformer(3, 256), cluster(1, 4, intra=50e9)
-    imbalance, limit = Imbalance(1.0), 200 * MIB
-    free = search(Task(graph, machine, limit, global_batch=32, imbalance=imbalance))
+    task, free = uneven_search()
+    graph, machine = task.graph, task.cluster
     pins = Pins({index: parse_choice(pinned, machine) for index in range(len(graph.operators))})
     with suppress(NothingFits):
-        held = search(Task(graph, machine, limit, global_batch=32, imbalance=imbalance, pins=pins))
+        held = search(replace(task, pins=pins))
         assert held.samples_per_s <= free.bound_samples_per_s * (1 + 1e-9)
         assert free.samples_per_s >= held.samples_per_s * (1 - free.gap) - 1e-9
 
@@ -462,7 +470,7 @@ def test_what_the_runtime_does_not_run_is_not_chosen_for_even_micro_batches(host
     graph = transformer(3, 256)
     figure = Figure(20e9, "assumed: a round number for a test")
     machine = replace(cluster(1, 4), host=Host(figure, figure) if hosted else None)
-    for limit in (60, 90, 150, 400):
+    for limit in some((60, 90, 150, 400), 2, first=1):
         with suppress(NothingFits):
             found = search(Task(graph, machine, limit * MIB, global_batch=32))
             assert all(not strategy.spec.one_sided for option in found.options for strategy in option.strategies)

@@ -18,7 +18,7 @@ from planner.options.candidate_set import CandidateSet
 from planner.options.search_space import Space
 from planner.solve.lagrangian_bound import ChainBound, MemoryEvent, events_near
 
-SLOW = settings(max_examples=draws(10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=draws(5, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 candidate_sets = st.builds(
     lambda rows, gpus, accumulation, seed: some_candidates(rows, gpus, accumulation, seed),

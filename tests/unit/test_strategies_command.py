@@ -153,7 +153,7 @@ def test_the_page_shows_the_balance(cli: Cli) -> None:
 
 
 def test_owners_that_are_given_hold_what_is_predicted(cli: Cli) -> None:
-    pins = ("--pin", "wte=owner@1", "--pin", "blocks.*=owner@1")
+    pins = ("--pin", "wte=owner@1", "--pin", "blocks.*=owner@1", "--pin", "wpe=owner@2", "--pin", "norm=shard")
     cli.done(
         "plan",
         "--model",
@@ -170,7 +170,7 @@ def test_owners_that_are_given_hold_what_is_predicted(cli: Cli) -> None:
     )
     told = cli.json("verify", "plan.yaml", "--device", "fake")
     assert (told["rank"], told["holds"]) == (1, True)
-    # All but the positions and the last norm, which other ranks may share.
+    # All but the positions, which another rank owns, and the last norm, which all share.
     assert told["tracked"]["parameters"] > rounded(1) - 4 * (128 * 64 + 2 * 64)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rehearsals import Case, graph_of, source
 from synthetic import cluster
-from thoroughness import some
+from thoroughness import THOROUGH, some
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +28,8 @@ from runtime.compile_plan import compile_plan
 from runtime.meshes import Meshes
 from runtime.optimizers import as_priced
 from runtime.torch_compat import forget_meshes
+
+LENGTH = 128 if THOROUGH else 32
 
 
 def tracked_by_torch(case: Case) -> dict[str, int]:
@@ -71,7 +73,7 @@ def tracked_by_torch(case: Case) -> dict[str, int]:
             Case("shard", (("norm", "shard_grad"),), family="llama"),
             Case("shard_grad", (("norm", "shard"),), family="llama"),
             Case("shard", (("norm", "shard_grad"),), family="llama", vocabulary=8192, shape=(8, 8)),
-            Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, precision="bf16"),
+            Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, precision="bf16", length=LENGTH),
             Case("shard", (("norm", "shard_grad"),), family="llama", micro_batch=4, recompute=1),
         ],
         3,

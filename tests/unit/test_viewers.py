@@ -6,12 +6,13 @@ import json
 import pickle
 from base64 import b64decode
 from copy import deepcopy
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Cli, trace_once
+from thoroughness import some
 from torch.cuda import _memory_viz
 
 from osdp.planning.clusters import load_cluster
@@ -168,22 +169,22 @@ def test_what_cannot_be_written_is_refused(cli: Cli, arguments: tuple[str, ...],
     assert not list(Path().glob("*"))
 
 
-@pytest.mark.parametrize("cluster", ["titan-rtx-8", "a100-2x8", "cpu-gloo"])
-@pytest.mark.parametrize(
-    "pins",
-    [
-        (),
-        ("*=shard",),
-        ("*=shard_grad", "blocks.*=recompute"),
-        ("*=owner",),
-        ("*=secondary_shard:2",),
-        ("*=shard+offload",),
-    ],
+PINS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("*=shard",),
+    ("*=shard_grad", "blocks.*=recompute"),
+    ("*=owner",),
+    ("*=secondary_shard:2",),
+    ("*=shard+offload",),
 )
-@pytest.mark.parametrize("accumulation", [1, 3])
+CLUSTERS = "titan-rtx-8", "a100-2x8", "cpu-gloo"
+
+
+@pytest.mark.parametrize(("accumulation", "pins", "cluster"), some([*product((1, 3), PINS, CLUSTERS)], 5))
 def test_moments_over_a_step_are_never_above_the_peak_and_once_at_it(
-    cluster: str, pins: tuple[str, ...], accumulation: int
+    accumulation: int, pins: tuple[str, ...], cluster: str
 ) -> None:
+    """All of them together with --thorough; by default each has a turn."""
     target = load_cluster(cluster)
     ranks = target.nodes * target.gpus_per_node
     if target.gpus_per_node <= 2 and "*=secondary_shard:2" in pins:
