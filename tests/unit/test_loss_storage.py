@@ -131,7 +131,7 @@ class Autoencoder(nn.Module):
                 [False, True],
             )
         ],
-        3,
+        5,
     ),
 )
 def test_a_plan_counts_it_and_what_the_model_holds_on_to(

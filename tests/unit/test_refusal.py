@@ -88,7 +88,8 @@ def test_every_remedy_is_enough(graph: ModelGraph) -> None:
         assert least_bytes(changed[change]) == needed_bytes
 
 
-def test_the_fewest_ranks_that_help_are_named(graph: ModelGraph) -> None:
+def test_the_fewest_ranks_that_help_are_named() -> None:
+    graph = chain([(1024, 1024)] * 16, [1] * 16, [0.5] * 16)
     needs = {nodes: smallest(graph, cluster(nodes, 2)) for nodes in (2, 4, 8)}
     assert needs[2] > needs[4] > needs[8]
     found = remedies(refused(Task(graph, cluster(2, 2), needs[8])))

@@ -26,7 +26,6 @@ from profiler.trace.metered_pass import Pass
 from profiler.trace.replay import Replay, find_replay
 from profiler.trace.trace import trace_model
 
-
 CARDS = Path(__file__).parents[2] / "configs" / "models"
 
 
@@ -110,9 +109,7 @@ def deep(kind: type[Stack] | type[Drawn], number: int) -> ModelSource:
 
 
 @pytest.mark.parametrize(("kind", "numbers"), [(Stack, drawn_numbers(2, 1, 270)), (Drawn, drawn_numbers(0, 2, 270))])
-def test_drawn_models_have_the_same_graph(
-    kind: type[Stack] | type[Drawn], numbers: list[int], traced: Traced
-) -> None:
+def test_drawn_models_have_the_same_graph(kind: type[Stack] | type[Drawn], numbers: list[int], traced: Traced) -> None:
     """The first of each are some with replayed blocks, and one of `Drawn` without."""
     replayed = 0
     for number in numbers:
