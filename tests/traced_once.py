@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from osdp.models.user_factory import source_of
-from osdp.zoo import model_names
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
@@ -74,8 +73,8 @@ def _told(module: nn.Module) -> list[tuple[str, Any]]:
 def trace_once(
     source: ModelSource, precision: str = "fp32", device_type: str = "cpu", micro_batch: int | None = None, *others: Any
 ) -> ModelGraph:
-    """Stand in for `trace_model`, which takes most of the time of a small model; of CUDA, of the zoo's alone."""
-    if device_type != "cpu" and source.name not in model_names():
+    """Stand in for `trace_model`, which takes most of the time of a small model."""
+    if device_type != "cpu":
         source = source.copied() if isinstance(source, Known) else source
         return trace_model(source, precision, device_type, micro_batch, *others)
     settings = precision, device_type, None, *others, source.sequence_length

@@ -1,8 +1,8 @@
 """The shell scripts, with a stand-in for Python that makes environments and "installs" at once.
 
 The stand-in is a shell script: `-m venv` and `-m pip` are played, by `STUB_PIP`; any other call
-goes to the real Python, whose version and modules a `sitecustomize` may change.  What that answers to a `-c` is kept for
-all tests: the scripts ask the same again and again, and each time starts a Python.
+goes to the real Python, whose version and modules a `sitecustomize` may change.  Its answers to `-c` are kept
+for all tests: the scripts ask the same again and again, and a start of Python takes most of a test.
 """
 
 from __future__ import annotations
@@ -90,11 +90,8 @@ class Sandbox:
         site.mkdir()
         (site / "sitecustomize.py").write_text(sitecustomize)
         stub = folder / name
-        stub.write_text(
-            PYTHON.format(
-                log=self.log, site=site, real=sys.executable, known=self.answers / f"{crc32(sitecustomize.encode())}-"
-            )
-        )
+        known = self.answers / f"{crc32(sitecustomize.encode())}-"
+        stub.write_text(PYTHON.format(log=self.log, site=site, real=sys.executable, known=known))
         stub.chmod(0o755)
 
     def add_nvidia_smi(self, version: str = "", status: int = 0) -> None:
