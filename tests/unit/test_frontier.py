@@ -34,6 +34,7 @@ def machine() -> Cluster:
 
 
 def test_every_point_is_what_a_search_of_its_own_finds(graph: ModelGraph, machine: Cluster) -> None:
+    """Of four limits; of six with --thorough."""
     task = Task(graph, machine, 0)
     points = frontier(task, [*reversed(LIMITS), 320 * MIB])
     assert [point.limit_bytes for point in points] == list(LIMITS)
