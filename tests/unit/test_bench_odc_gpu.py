@@ -17,8 +17,13 @@ sys.path.insert(0, str(SCRIPTS))
 import odc_gpu  # noqa: E402
 
 
-def test_contestants_do_the_same(tmp_path: Path) -> None:
-    device = HostDevice(build_kernels(tmp_path), "unused")
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> HostDevice:
+    """Return a device whose kernels are compiled once: that takes most of a test."""
+    return HostDevice(build_kernels(tmp_path_factory.mktemp("kernels")), "unused")
+
+
+def test_contestants_do_the_same(device: HostDevice) -> None:
     one, other = (odc_gpu.Buffers.make(3, 1000, device.torch_device) for _ in range(2))
     run = odc_gpu.contestants(device, [one, other])
     for name in ("gather", "copies"):
@@ -43,10 +48,9 @@ def test_contestants_do_the_same(tmp_path: Path) -> None:
     assert not one.windows.any()
 
 
-def test_rates_and_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_and_shares(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers take 2 s, additions 1.5 s, all else 1 s: a push moves as many bytes as an addition, not as a copy."""
     took_s = {"gather": 2.0, "push": 2.0, "add": 1.5}
-    device = HostDevice(build_kernels(tmp_path), "unused")
     monkeypatch.setattr(odc_gpu, "seconds_of", lambda run, *_: took_s.get(run.__name__, 1.0))
     found = {one.contestant: one for one in odc_gpu.measure(device, 2, 4000, 5, 1)}
     assert found["gather"].share == (0.5, 0.5, 0.5)

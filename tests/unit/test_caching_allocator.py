@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import draws
 
 from profiler.byte_sizes import MIB
 from runtime.observe.caching_allocator import Block, CachingAllocator, OutOfMemoryError
@@ -277,6 +278,7 @@ SIZES = st.one_of(
 PROGRAMS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 1), st.integers(0, 99)), min_size=20, max_size=60)
 
 
+@settings(max_examples=draws(40))
 @given(PROGRAMS, st.booleans(), st.sampled_from([44, 66, 100, 1 << 30]))
 def test_random_programs(program: list[tuple[bool, int, int, int]], expandable: bool, limit_mib: int) -> None:
     allocator, plain = CachingAllocator(limit_mib * MIB, expandable=expandable), Plain(limit_mib * MIB, expandable)
@@ -305,6 +307,7 @@ def test_random_programs(program: list[tuple[bool, int, int, int]], expandable: 
     assert allocator.allocated_bytes == 0
 
 
+@settings(max_examples=draws(40))
 @given(PROGRAMS, st.booleans())
 def test_the_least_limit_without_pressure(program: list[tuple[bool, int, int, int]], expandable: bool) -> None:
     """A byte less, and something is given back or refused."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import draws
 
 from profiler.cluster.measurements import CollectiveTimes, FitSegment
 from profiler.cluster.piecewise_fit import BAD_RESIDUAL, describe, fit, is_bad
@@ -108,6 +109,7 @@ def test_noise_gives_a_residual_of_its_order(
         assert sum(one**2 for one in found) <= len(SIZES) * worst**2 * (1 + 1e-9)
 
 
+@settings(max_examples=draws(30))
 @given(seconds=st.lists(st.floats(1e-6, 10.0), min_size=3, max_size=9))
 def test_whatever_is_measured_the_fit_never_falls_and_is_positive(seconds: list[float]) -> None:
     pieces, residual = fit(list(zip(SIZES, seconds, strict=False)))

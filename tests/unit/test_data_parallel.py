@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearsals import graph_of, source
 from synthetic import chain, cluster, options_of, transformer
-from thoroughness import some
+from thoroughness import draws, some
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -72,7 +72,7 @@ def test_reductions_queue_under_the_backward_that_goes_on() -> None:
     assert reductions([1.0, 2.0, 5.0], [0.0, 4.0, 3.0], overlaps=False) == [0.0, 4.0, 3.0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(15), deadline=None)
 @given(st.integers(1, 8), st.integers(1, 3), st.booleans(), st.booleans(), st.floats(1e9, 1e11))
 def test_step_time_is_that_of_two_queues(
     layers: int, accumulation: int, overlaps: bool, recompute: bool, rate: float
@@ -158,19 +158,19 @@ def step(runner: Any, made: Any, model: nn.Module, optimizer: torch.optim.Optimi
     ("family", "vocabulary", "batch", "accumulation", "optimizer", "recompute"),
     some(
         [
+            ("gpt2", 8192, 1, 1, "adam", False),
             ("gpt2", 512, 2, 1, "adam", False),
             ("gpt2", 512, 2, 1, "sgd", False),
-            ("gpt2", 8192, 1, 1, "adam", False),
-            ("gpt2", 512, 2, 2, "adam", False),
             ("gpt2", 512, 2, 3, "sgd", False),
+            ("gpt2", 512, 2, 2, "adam", False),
             ("gpt2", 512, 4, 1, "sgd", True),
             ("llama", 512, 4, 2, "adam", True),
             ("llama", 512, 4, 3, "sgd", True),
             ("llama", 4096, 1, 1, "adam", False),
-            ("bert", 4096, 1, 2, "adam", False),
             ("uneven", 512, 2, 1, "sgd", False),
+            ("bert", 4096, 1, 2, "adam", False),
         ],
-        2,
+        3,
     ),
 )
 def test_prediction_is_what_ddp_holds(
@@ -243,7 +243,7 @@ def test_a_model_that_ends_with_a_block_bounds_what_replicas_can_hold() -> None:
     assert top < 1.9 * plan.samples_per_s
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=draws(8), deadline=None)
 @given(
     st.integers(2, 5),
     st.integers(1, 2),

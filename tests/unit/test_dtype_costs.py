@@ -128,7 +128,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Images in fp32, less a mean in a buffer, (batch, 3, 32, 32) -> a loss."""
+    """Images in fp32, less a mean in a buffer, (batch, 3, 16, 16) -> a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def tokens(module: nn.Module, batch: int) -> Any:
 
 
 def images(module: nn.Module, batch: int) -> Any:
-    return (torch.randn(batch, 3, 32, 32),), {}
+    return (torch.randn(batch, 3, 16, 16),), {}
 
 
 def _linear(dtype: torch.dtype) -> Callable[[int, int], nn.Module]:

@@ -39,6 +39,10 @@ dist.destroy_process_group()
 """
 
 
+FORKED = () if THOROUGH else ("--run-path", "--start-method=fork")
+"""Options with which ranks are forks of torchrun: they import nothing anew."""
+
+
 @pytest.mark.parametrize(
     ("text", "bits_per_s"),
     [("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("100kbit", 100_000), ("1Gbit", 10**9), ("none", None)],
@@ -243,6 +247,7 @@ def test_torchrun_needs_no_options_for_the_rendezvous(tool: Tool, tmp_path: Path
         sys.executable,
         "-m",
         "torch.distributed.run",
+        *FORKED,
         f"--nproc_per_node={of_a_node}",
         str(program),
     )

@@ -11,9 +11,10 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import chain, cluster, options_of
+from thoroughness import draws
 
 from osdp.planning.imbalance_option import read_imbalance
 from planner.cost.simulator import simulate, simulated_s
@@ -210,6 +211,7 @@ STAGES = st.lists(st.tuples(st.lists(SEGMENTS, min_size=1, max_size=4), st.boole
 FACTORS = st.floats(1.0, 5.0)
 
 
+@settings(max_examples=draws(30))
 @given(STAGES, st.booleans(), st.integers(1, 3), FACTORS, FACTORS)
 def test_simulator_and_closed_form_agree(
     stages: list[tuple[list[Segment], bool, float]], overlaps: bool, accumulation: int, each: float, once: float

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -82,10 +83,16 @@ class Import:
     """Whether it runs when the file is imported; not so in functions and under TYPE_CHECKING."""
 
 
+@cache
 def is_module(name: str) -> bool:
     """Whether a dotted name is a module or package of this project."""
     path = CHECKOUT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def imports_of(
@@ -116,7 +123,7 @@ def violations(source: str, folder: str, package: str) -> list[str]:
     rule = RULES[folder]
     libraries = rule.libraries | (INTEGRATED if package == "osdp.integrations" else frozenset())
     found = []
-    for item in imports_of(ast.parse(source), package):
+    for item in imports_of(parsed(source), package):
         top = item.module.split(".")[0]
         if top == folder or top in sys.stdlib_module_names:
             continue
@@ -194,7 +201,7 @@ def edges_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
         # Relative imports start at the package: a file's is its parent, that of an __init__.py itself.
         is_package = any(other.startswith(f"{name}.") for other in sources)
         package = name if is_package else name.rpartition(".")[0]
-        imported = {item.module for item in imports_of(ast.parse(source), package, is_module=sources.__contains__)}
+        imported = {item.module for item in imports_of(parsed(source), package, is_module=sources.__contains__)}
         found[name] = imported & sources.keys() - {name}
     return found
 

@@ -287,7 +287,7 @@ def test_stacks_have_as_many_tensors_as_is_reckoned() -> None:
 
 def _stacks(rank: int) -> list[list[float]]:
     mesh = Meshes("cpu", 1, 2).mesh(2)
-    return [launched_stacks_s(mesh, 5, torch.device("cpu"), precision) for precision in ("fp32", "bf16")]
+    return [launched_stacks_s(mesh, 3, torch.device("cpu"), precision) for precision in ("fp32", "bf16")]
 
 
 def test_sharding_takes_time_of_the_host() -> None:

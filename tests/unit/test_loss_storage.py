@@ -131,7 +131,7 @@ class Autoencoder(nn.Module):
                 [False, True],
             )
         ],
-        3,
+        5,
     ),
 )
 def test_a_plan_counts_it_and_what_the_model_holds_on_to(
@@ -141,7 +141,7 @@ def test_a_plan_counts_it_and_what_the_model_holds_on_to(
 
     A loss that is multiplied is freed as the forward ends, whose end is the peak then.
 
-    Run with data: what the kernels leave is not assumed.
+    Run with data: what the kernels leave is not assumed.  All of them with --thorough.
     """
     model = source(lambda: Autoencoder(loss(), factor), (64, 128))
     graph = trace_model(model)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from operator import itemgetter
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import cluster, transformer
 from test_space_search import HOST, SLOW, chains, machines, menu_of, plans_of
+from thoroughness import draws
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
@@ -43,7 +44,7 @@ def test_options_that_are_left_out_are_in_no_plan_that_fits(
     assert without_misfits(ChainBound(full), 0.9 * min(ChainBound(full).least_bytes(MemoryEvent(None)), limit)) is None
 
 
-@SLOW
+@settings(SLOW, max_examples=draws(4, 80))
 @given(
     st.booleans(), st.sampled_from([(1, 4), (2, 2), (2, 4)]), st.integers(0, 10**6), st.sampled_from([64, 2048, 16384])
 )

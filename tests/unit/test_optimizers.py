@@ -11,6 +11,7 @@ import torch
 from command_line import Cli
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import THOROUGH, some
 from torch import nn
 
 from osdp.description import Description, read_description
@@ -55,17 +56,19 @@ def test_states_are_those_that_are_counted(name: str) -> None:
 
 
 def test_a_fused_optimizer_holds_nothing_while_it_steps(cli: Cli) -> None:
-    """And one that a user makes is priced with an update of every tensor."""
+    """And one that a user makes is priced with an update of every tensor.  Both that are fused with --thorough."""
     asked = ("--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--pin", "*=shard", "--batch", "1")
     told = {}
     for name in ("adamw", "fused_adamw", "fused_sgd"):
         assert cli("plan", *asked, "--optimizer", name, "-o", f"{name}.yaml")[0] == 0
+        if name == "fused_sgd" and not THOROUGH:
+            continue
         told[name] = cli.json("verify", f"{name}.yaml")
         assert told[name]["predicted_peak_bytes"] == told[name]["tracked_peak_bytes"]
         assert told[name]["predicted"].get("optimizer_temporaries", 0) == told[name]["tracked"].get(
             "optimizer_temporaries", 0
         )
-    plans = {name: read_plan(Path(f"{name}.yaml")) for name in told}
+    plans = {name: read_plan(Path(f"{name}.yaml")) for name in ("adamw", "fused_adamw", "fused_sgd")}
     # Of 18 or 20 passes over the shards 7 are left.
     step_s = {name: plan.predicted.time_by_term["optimizer_s"] for name, plan in plans.items()}
     assert step_s["fused_adamw"] == pytest.approx(7 / 20 * step_s["adamw"])
@@ -125,12 +128,11 @@ def test_a_plan_counts_that_the_largest_tensor_is_stepped_alone(optimizer: str) 
     assert -1e-6 <= found.error <= 1e-3
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 2.25, 40])
+@pytest.mark.parametrize("kept_bytes", some([2.25, 40, 0], 2))
 def test_any_other_is_priced_by_what_it_keeps(cli: Cli, kept_bytes: float) -> None:
     option = ("--optimizer-bytes-per-parameter", str(kept_bytes))
     asked = ("--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--pin", "*=shard", "--batch", "1")
-    for name, options in (("plan.yaml", option), ("adam.yaml", ())):
-        assert cli("plan", *asked, *options, "-o", name)[0] == 0
+    assert cli("plan", *asked, *option, "-o", "plan.yaml")[0] == 0
     plan = read_plan(Path("plan.yaml"))
     assert plan.optimizer == f"states of {kept_bytes} bytes per parameter"
     # By hand: rows of each tensor go to 8 ranks, and every tensor is rounded up to 512 bytes.
@@ -139,8 +141,10 @@ def test_any_other_is_priced_by_what_it_keeps(cli: Cli, kept_bytes: float) -> No
     told = cli.json("verify", "plan.yaml")
     assert told["predicted_peak_bytes"] == told["tracked_peak_bytes"]
     assert told["predicted"].get("optimizer", 0) == told["tracked"].get("optimizer", 0) == kept
-    differences = cli("diff", "adam.yaml", "plan.yaml")[1]
-    assert plan.optimizer in " ".join(differences.split())
+    if THOROUGH or kept_bytes == 2.25:
+        assert cli("plan", *asked, "-o", "adam.yaml")[0] == 0
+        differences = cli("diff", "adam.yaml", "plan.yaml")[1]
+        assert plan.optimizer in " ".join(differences.split())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from synthetic import cluster, transformer
 from test_labels import label_setting
 from test_space_search import HOST, SLOW, small_chain
-from thoroughness import draws
+from thoroughness import THOROUGH, draws
 
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
@@ -96,7 +96,7 @@ def _whole(stage: Stage, strategy: object) -> StageDecision:
     return StageDecision((strategy,) * len(stage.operators))  # type: ignore[arg-type]
 
 
-@settings(SLOW, max_examples=draws(4))
+@settings(SLOW, max_examples=draws(2, 40))
 @given(machines, st.integers(1, 2), st.floats(1.02, 1.5), st.integers(0, 10**6))
 def test_labels_of_all_strategies_of_an_embedding_bound_those_of_each(
     machine: Cluster, accumulation: int, factor: float, seed: int
@@ -120,7 +120,7 @@ def _fits(candidates: CandidateSet, picks: Sequence[int], limit: float) -> bool:
     return all(peak_memory(some.picked(picks), some.load).total_bytes <= limit for some in on_ranks)
 
 
-@pytest.mark.parametrize(("ranks", "factor"), [(4, 1.05), (4, 1.2), (8, 1.4)])
+@pytest.mark.parametrize(("ranks", "factor"), [(4, 1.05), (4, 1.2), *([(8, 1.4)] if THOROUGH else [])])
 def test_owners_that_do_not_fit_are_not_in_the_bound(
     ranks: int, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import THOROUGH
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from trace_models import MEMORY_CASES, MLP, call_of, language_model, source
@@ -144,9 +145,12 @@ def tracked_peaks(source: ModelSource, batch: int) -> tuple[int, int]:
     return forward - own, whole - own
 
 
-@pytest.mark.parametrize("case", MEMORY_CASES)
+@pytest.mark.parametrize("case", [case for case in MEMORY_CASES if THOROUGH or case != "encoder-decoder"])
 def test_peaks_agree_with_torchs_memory_tracker(case: str) -> None:
-    """Never below, and within 1 % and a rounding; at a micro-batch of 1 torch may do with less than the line says."""
+    """Never below, and within 1 % and a rounding; at a micro-batch of 1 torch may do with less than the line says.
+
+    Unless thorough, of the encoder-decoder only with dropout, which does all that it does without.
+    """
     graph = trace_model(MEMORY_CASES[case])
     for batch, tolerance in ((1, 0.1), (12, 0.01)):
         for traced, tracked in zip(

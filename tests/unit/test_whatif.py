@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from synthetic import chain, cluster, transformer
+from synthetic import chain, cluster
 
 from planner.analysis.what_if import Answer, WhatIf, what_if
 from planner.pins import Pin, resolve
@@ -23,7 +23,7 @@ def asked(graph: ModelGraph, machine: Cluster, limit: int, **more: object) -> di
 
 
 def test_answers_are_searches_of_the_changed_question() -> None:
-    graph, machine, limit = transformer(2, 512), cluster(2, 2), 200 * MIB
+    graph, machine, limit = chain([(1024, 1024)] * 4, [20] * 4, [20] * 4), cluster(2, 2), 180 * MIB
     task = Task(graph, machine, limit)
     now = search(task)
     told = asked(graph, machine, limit)
@@ -78,7 +78,7 @@ def test_links_bind_where_little_is_computed() -> None:
 
 
 def test_what_cannot_be_told_says_why() -> None:
-    graph = transformer(2, 512)
+    graph = chain([(1024, 1024)] * 2, [1] * 2, [1] * 2)
     told = asked(graph, cluster(1, 4), GIB, micro_batch=1)
     assert "link between nodes" not in told
     assert (told["nodes"].samples_per_s, told["nodes"].why_not) == (None, "test has no inter-node link")
@@ -86,12 +86,12 @@ def test_what_cannot_be_told_says_why() -> None:
     assert split["nodes"].why_not == "a global batch of 8 cannot be split over 12 ranks"
     machine = cluster(4, 1)
     # Groups of two nodes: of four nodes there are two such groups, of five there is none.
-    pins = resolve([Pin("norm", "group_shard:2")], graph, machine)
+    pins = resolve([Pin("op0", "group_shard:2")], graph, machine)
     assert (
         "a pinned strategy does not exist there"
         in asked(graph, machine, GIB, micro_batch=1, pins=pins)["nodes"].why_not
     )
-    pins = resolve([Pin("norm", "shard")], graph, machine)
+    pins = resolve([Pin("op0", "shard")], graph, machine)
     assert asked(graph, machine, GIB, micro_batch=1, pins=pins)["nodes"].samples_per_s is not None
 
 
