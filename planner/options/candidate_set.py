@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,15 @@ from planner.strategies.spec import Strategy
 
 Spanning = Strategy | tuple[Strategy, ...] | None
 """Strategies of the spanning operators: one for all, one for each, or None if there are none."""
+
+
+class Owned(NamedTuple):
+    """Plans by the most that the option of a stage gives to one rank, of what ranks own (`Space.owning`)."""
+
+    in_seconds: bool
+    """Whether that is seconds in which the rank's host steps it; else bytes at rest."""
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)
@@ -36,9 +46,11 @@ class CandidateSet:
     """Whether its plans are charged for waiting in every micro-batch (`planner.cost.step_time`)."""
     on_owners: tuple[CandidateSet, ...] = ()
     """The same options on a rank that owns the largest spanning operator and no other, if one is owned, and on one that
-    owns an operator of some other stage."""
+    owns some of another stage."""
     owned_bytes: float = 0.0
     """What that rank owns, as no option says."""
+    owned_s: float = 0.0
+    """Seconds in which its host steps that."""
 
     @property
     def fixed_bytes(self) -> float:
@@ -101,7 +113,8 @@ class CandidateSet:
 
     def without_dominated(self) -> CandidateSet:
         """Return it without the options that no plan needs."""
-        return self.only([undominated(option_numbers(columns)) for columns in self.columns])
+        on_ranks = zip(self.columns, *(owner.columns for owner in self.on_owners), strict=True)
+        return self.only([undominated(np.column_stack([*map(option_numbers, of_class)])) for of_class in on_ranks])
 
     def picked(self, picks: Sequence[int]) -> tuple[StageCandidate, ...]:
         """Return the options of a plan, given the index of every stage's option."""

@@ -9,11 +9,13 @@ them owns whole.  In a `CandidateSet` each rank owns 1/N of them: the mean over 
 rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.  Where spanning operators are owned, the
 set has the same options on the rank that owns the largest of them beside, as if other ranks owned all else: the fullest
 rank holds no less than that either, and where it owns no more, that is all it holds.  `Space.owning` has plans by the
-size of the largest operator that is owned in a stage, each with the rank that owns that one beside.
+most that the operators owned in a stage give to one rank, in bytes or in seconds of its host, each with that rank
+beside.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, lru_cache
@@ -30,22 +32,27 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
-from planner.options.candidate_set import CandidateSet, Spanning
+from planner.options.candidate_set import CandidateSet, Owned, Spanning
 from planner.options.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
 from planner.options.option_columns import OptionList
 from planner.options.option_table import OptionTable
 from planner.options.pareto import undominated, unit_numbers
 from planner.problem import NO_PINS, Pins
+from planner.strategies.owner_assignment import least_of_fullest
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-Owned = frozenset[int] | None
+Elsewhere = frozenset[int] | None
 """Operators that other ranks own; None: on the mean over ranks."""
 
-NOWHERE: Owned = frozenset()
+NOWHERE: Elsewhere = frozenset()
+
+ALIKE_OWNED, LITTLE_OWNED = 1.25, 1 / 8
+"""Of seconds that a rank steps what it owns: those up to so many times the least of a range are in it, and up to this
+part of the largest."""
 
 Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 """Choices of a class of stages, and the option of each on every rank that is looked at."""
@@ -110,7 +117,7 @@ class Space:
         self.option = cache(self._option)
         self._worthwhile = cache(self._make_worthwhile)
         self.candidates = cache(self._candidates)
-        self.owned_bytes = cache(self._find_owned_bytes)
+        self.owned = cache(self._find_owned)
         self._rows_owning = cache(self._find_rows_owning)
         self.relaxed_candidates = cache(self._relaxed_candidates)
         self._replicated = dict[tuple[object, ...], ReplicatedParameters]()
@@ -167,7 +174,12 @@ class Space:
         return dict(zip(self.model.spanning, spanning, strict=True))
 
     def _option(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned = NOWHERE
+        self,
+        stage_class: int,
+        choice: StageDecision,
+        spanning: Spanning,
+        load: Workload,
+        elsewhere: Elsewhere = NOWHERE,
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
@@ -178,20 +190,20 @@ class Space:
         return ambient(self.model, self.examples[stage_class], around, self._unit_costs(load))
 
     def _make_alone(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Elsewhere
     ) -> StageCandidate:
         """Return the option without spanning operators that are called in other stages only."""
         option = self._at_any_batch(stage_class, choice, spanning, load, elsewhere)
         return option.at(self.costs(stage_class, choice.counts, load))
 
     def _at_any_batch(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Elsewhere
     ) -> StageOption:
         offloads = any(strategy.offload for strategy in (*choice.strategies, *self.spanning_choices(spanning).values()))
         return self._made_once(stage_class, choice, spanning, self._first_load(load, offloads), elsewhere)
 
     def _make_at_any_batch(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Owned
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Elsewhere
     ) -> StageOption:
         staged = self._staged_units(stage_class, choice.strategies, choice.counts, spanning, load, elsewhere)
         option = staged.option(choice.recompute)
@@ -211,7 +223,7 @@ class Space:
         counts: tuple[int, ...],
         spanning: Spanning,
         load: Workload,
-        elsewhere: Owned,
+        elsewhere: Elsewhere,
     ) -> StageUnits:
         around, mean = self.spanning_choices(spanning), elsewhere is None
         frame = self._frame(stage_class, counts, load)
@@ -335,22 +347,22 @@ class Space:
         spanning: Spanning,
         load: Workload,
         syncs: bool,
-        elsewhere: tuple[Owned, ...],
-        most_bytes: int | None = None,
+        elsewhere: tuple[Elsewhere, ...],
+        owned: Owned | None = None,
     ) -> Priced:
         """Return the undominated choices of a class of stages and their options, as `_make_all` has them.
 
         They leave out the memory of spanning operators called only elsewhere: it is the same for all of them, so it
-        does not affect dominance.  `elsewhere` has what others own, of each rank that is looked at; given
-        `most_bytes`, no operator that is owned holds more at rest.
+        does not affect dominance.  `elsewhere` has what others own, of each rank that is looked at; given `owned`, no
+        choice gives more to one rank.
         """
         first = self._first_load(load)
         table, *others = (self._table(stage_class, spanning, first, away) for away in elsewhere)
-        rows = None if most_bytes is None else self._rows_owning(stage_class, first, most_bytes)
+        rows = None if owned is None else self._rows_owning(stage_class, first, owned)
         return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs, others, rows)
 
     def _make_all(
-        self, stage_class: int, spanning: Spanning, load: Workload, elsewhere: Owned
+        self, stage_class: int, spanning: Spanning, load: Workload, elsewhere: Elsewhere
     ) -> list[tuple[StageDecision, StageOption]]:
         """Return the choices of a class of stages and their options, if ranks differ on the mean rank or on one of
         which others own these operators."""
@@ -366,7 +378,7 @@ class Space:
         takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
         return self._all_of(stage_class, takes, self._first_load(load))
 
-    def _ranks(self, spanning: Spanning) -> tuple[Owned, ...]:
+    def _ranks(self, spanning: Spanning) -> tuple[Elsewhere, ...]:
         """Return what others own of the mean rank, and of the one that owns the largest spanning operator."""
         owned = self.largest_owned(spanning)
         return (None,) if owned is None else (None, self._every_operator - {owned})
@@ -381,42 +393,70 @@ class Space:
         """
         return self._candidates_of((spanning,), load, syncs, self._ranks(spanning))
 
-    def owning(self, load: Workload, spanning: Spanning, syncs: bool = True) -> Iterator[CandidateSet]:
-        """Yield candidates by the bytes at rest of the largest operator in a stage that one rank owns, 0 if there is
-        none, so that each plan is in one of the sets, and perhaps in later ones.
-
-        Some rank owns the operator.  It holds that, and at least what a rank does that owns nothing.
-        """
-        first, ranks = self._first_load(load), self._ranks(spanning)
+    def owned_ranges(self, load: Workload, *, in_seconds: bool) -> Iterator[Owned]:
+        """Yield ranges of the most that a stage's option gives to one rank; each plan is in one of them."""
+        first = self._first_load(load)
         sizes = [
-            {self.owned_bytes(stage_class, choice, first) for choice in self.choices(stage_class, load)}
+            {self.owned(stage_class, choice, first, in_seconds)[0] for choice in self.choices(stage_class, load)}
             for stage_class in range(len(self.examples))
         ]
         least = max(map(min, sizes))
-        for size in sorted(size for size in set().union(*sizes) if size >= least):
-            if not size:
-                yield self._candidates_of((spanning,), load, syncs, ranks, most_bytes=0)
-                continue
-            found = self._candidates_of((spanning,), load, syncs, (*ranks, self._every_operator), size)
-            *others, own = found.on_owners
-            yield replace(found, on_owners=(*others, replace(own, owned_bytes=size)))
+        every = sorted(size for size in set().union(*sizes) if size >= least)
+        while every:
+            # What hardly differs, or is next to nothing, is one range: a set of candidates and labels for each.
+            most = max(every[0] * ALIKE_OWNED, every[-1] * LITTLE_OWNED) if in_seconds else every[0]
+            alike = bisect_right(every, most)
+            yield Owned(in_seconds, every[0], every[alike - 1])
+            del every[:alike]
 
-    def _find_owned_bytes(self, stage_class: int, choice: StageDecision, load: Workload) -> int:
-        """Return the bytes at rest of the largest operator of a stage that one rank owns."""
+    def owning(self, load: Workload, spanning: Spanning, syncs: bool, owned: Owned) -> CandidateSet:
+        """Return candidates for the plans of a range, and perhaps of earlier ones, under given strategies of the
+        spanning operators, or whatever they take.
+
+        Some rank owns what the option of one stage gives to it.  It holds, and its host takes, that and at least what a
+        rank does that owns nothing.
+        """
+        is_open = spanning is None and bool(self.model.spanning)
+        takes = self.spanning_offered(load) if is_open else (spanning,)
+        ranks: tuple[Elsewhere, ...] = (None,) if is_open else self._ranks(spanning)
+        if owned.least:
+            found = self._candidates_of(takes, load, syncs, (*ranks, self._every_operator), owned)
+            *others, own = found.on_owners
+            own = replace(own, owned_s=owned.least) if owned.in_seconds else replace(own, owned_bytes=owned.least)
+            found = replace(found, on_owners=(*others, own))
+        else:
+            found = self._candidates_of(takes, load, syncs, ranks, owned)
+        return found.without_dominated() if is_open else found
+
+    def waiting_s(self, load: Workload, choices: Sequence[StageDecision]) -> float:
+        """Return by how much the longest that any rank steps what it owns in one stage is above the mean of all."""
+        first = self._first_load(load)
+        owned = [self.owned(c, choice, first, True) for c, choice in zip(self.stage_classes, choices, strict=True)]
+        return max(most for most, _ in owned) - sum(mean for _, mean in owned)
+
+    def _find_owned(
+        self, stage_class: int, choice: StageDecision, load: Workload, in_seconds: bool
+    ) -> tuple[float, float]:
+        """Return the most that a choice gives to one rank at least, however ranks share its operators, and what it
+        gives to the mean rank: bytes at rest, or seconds in which its host steps."""
         variant = self._variant(stage_class, choice.counts)[0] if choice.counts else None
         units = self._unit_costs(load, False, (stage_class, choice.counts) if variant else None, variant)
         stage = self._frame(stage_class, choice.counts, load).stage
-        sizes = [0]
+        sizes, ranks = list[float](), load.cluster.world_size
         for operator, strategy in zip(stage.operators, choice.strategies, strict=True):
             if strategy.spec.has_owner:
                 mine, other = (units((operator,), strategy, elsewhere)[0] for elsewhere in (False, True))
-                sizes.append(mine.parameters + mine.optimizer - other.parameters - other.optimizer)
-        return max(sizes)
+                if in_seconds:
+                    sizes.append(load.optimizer_s(0.0, mine.offloaded) - load.optimizer_s(0.0))
+                else:
+                    sizes.append(mine.parameters + mine.optimizer - other.parameters - other.optimizer)
+        return least_of_fullest(sizes, ranks), sum(sizes) / ranks
 
-    def _find_rows_owning(self, stage_class: int, load: Workload, most_bytes: int) -> list[int]:
-        """Return the places of the choices of a class that own no larger operator."""
+    def _find_rows_owning(self, stage_class: int, load: Workload, owned: Owned) -> list[int]:
+        """Return the places of the choices of a class that give no more to one rank."""
         choices = self.choices(stage_class, load)
-        return [k for k, choice in enumerate(choices) if self.owned_bytes(stage_class, choice, load) <= most_bytes]
+        given = [self.owned(stage_class, choice, load, owned.in_seconds)[0] for choice in choices]
+        return [k for k, most in enumerate(given) if most <= owned.most]
 
     def _relaxed_candidates(self, load: Workload, syncs: bool = True) -> CandidateSet:
         """Return candidates that cost no plan more than its price, whatever strategy the spanning operators take."""
@@ -430,11 +470,11 @@ class Space:
         takes: Sequence[Spanning],
         load: Workload,
         syncs: bool,
-        elsewhere: tuple[Owned, ...],
-        most_bytes: int | None = None,
+        elsewhere: tuple[Elsewhere, ...],
+        owned: Owned | None = None,
     ) -> CandidateSet:
         """Return candidates for whichever of `takes` the spanning operators take, on the first rank, and on the others
-        beside; `elsewhere` and `most_bytes` as in `_make_worthwhile`.
+        beside; `elsewhere` and `owned` as in `_make_worthwhile`.
 
         Stages that call them choose among all of these independently; elsewhere the operators hold the least.
         """
@@ -444,9 +484,7 @@ class Space:
             around = list(zip(takes, held, strict=True))
             if not self.model.stages[example].spanning:
                 around = [(None, Ambient(*map(min, zip(*held, strict=True))))]
-            found = [
-                (*self._worthwhile(stage_class, take, load, syncs, elsewhere, most_bytes), at) for take, at in around
-            ]
+            found = [(*self._worthwhile(stage_class, take, load, syncs, elsewhere, owned), at) for take, at in around]
             choices.append(tuple(choice for some, *_ in found for choice in some))
             by_rank = zip(*([some.around(at) for some in on_ranks] for _, on_ranks, at in found), strict=True)
             options.append([OptionList.joined(parts) for parts in by_rank])

@@ -8,8 +8,8 @@ What has the highest bound comes next: a point with a quick bound gets the full 
 with a full bound gets the integer program, which finds a plan; and then each gets one run of label setting after the
 other, which finds better ones and lowers the bound.  Strategies of the spanning operators make points that differ
 little.  Where bounds are far above the best plan, labels of all of them together, each stage with any, come first:
-they are no plans, but lower the bounds of all.  A point whose best plan fits on the mean rank alone is split by what
-ranks own (`Space.owning`).  Whole plans are priced again by the cost functions.  When the
+they are no plans, but lower the bounds of all.  A point whose best plan fits, or is as fast, on the mean rank alone is
+split by what ranks own (`Space.owning`).  Whole plans are priced again by the cost functions.  When the
 highest bound is not above the best plan found, nothing that remains can be better, and the search ends.  Plans that
 replicate everything are run by DistributedDataParallel where they fit so, and have their own search and bound
 (`planner.search.ddp_search`).  So
@@ -29,7 +29,7 @@ from itertools import combinations
 
 from planner.cost.workload import Workload
 from planner.model.stages import MOST_SHARING
-from planner.options.candidate_set import CandidateSet, Spanning
+from planner.options.candidate_set import CandidateSet, Owned, Spanning
 from planner.options.search_space import Space
 from planner.pricing import Options, PricedPlan
 from planner.problem import NO_PINS, Progress, Task, micro_batches
@@ -57,6 +57,9 @@ MANY_MADE = 100_000
 FEWER_MADE = 200_000
 """Labels of a search for a plan where the last per cents do not matter; while it may be slower than the best by `MUCH`,
 there are `MOST_MADE` all the same."""
+REST = 1.5
+"""How many times as many labels there are as long as points are left that were split by what ranks own: they begin
+close to the best plan."""
 CORE_MADE = 600_000
 """Labels of a search among few options (`planner.solve.core_options`) that follows where `MUCH` is unproven."""
 LABELS_PER_S = 200_000
@@ -137,6 +140,13 @@ class _Above:
     """Upper bound on samples per second."""
     is_hard: bool = False
     """Whether it took labels with tighter bounds to find that."""
+    parts: list[_Above] | None = None
+    """What is known of all strategies together in each range of what ranks own, if they were split so."""
+
+    @property
+    def least(self) -> float:
+        """The least that is known to bound all plans."""
+        return self.bound if self.parts is None else min(self.bound, max((p.bound for p in self.parts), default=0.0))
 
 
 @dataclass(frozen=True)
@@ -162,8 +172,8 @@ class _Point:
     """Its label setting, once the integer program was solved."""
     is_over: bool = False
     """Whether no more can be done for it."""
-    is_owning: bool = False
-    """Whether its plans are those of one size of the largest operator that a rank owns (`Space.owning`)."""
+    owned: Owned | None = None
+    """What a rank owns by its plans, if they are those of one range of that (`Space.owning`)."""
 
     def __lt__(self, other: _Size | _Point) -> bool:
         return self.bound > other.bound or (self.relaxed and self.bound == other.bound)
@@ -184,10 +194,13 @@ class _Point:
         load, syncs, children = self.chain.load, self.chain.candidates.syncs_each_microbatch, list[_Point]()
         above = _Above(self.bound)
         for spanning in space.spanning_offered(load):
-            candidates = space.candidates(load, spanning, syncs).sharing(self.sharing)
-            if child := _quick_point(candidates, limit_bytes, False, self.prices[0]):
+            if self.owned is None:
+                candidates = space.candidates(load, spanning, syncs)
+            else:
+                candidates = space.owning(load, spanning, syncs, self.owned)
+            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, False, self.prices[0]):
                 bound = min(self.bound, child.bound)
-                children.append(replace(child, bound=bound, sharing=self.sharing, above=above))
+                children.append(replace(child, bound=bound, sharing=self.sharing, above=above, owned=self.owned))
         return replace(self, children=tuple(sorted(children)), above=above)
 
     def released(self, number: int | None) -> Iterator[_Point]:
@@ -201,15 +214,26 @@ class _Point:
     @property
     def exceeds_on_owner(self) -> bool:
         """Whether its best plans fit on the mean rank alone, and more could be known of the others."""
-        exceeds = self.widening is not None and self.widening.exceeds_on_owner
-        return exceeds and not self.is_owning
+        return self.owned is None and self.widening is not None and self.widening.exceeds_on_owner
 
-    def by_owned(self, space: Space, limit_bytes: int) -> Iterator[_Point]:
-        """Yield one point for each size of the largest operator that a rank owns."""
-        mean = self.chain.candidates
-        for candidates in space.owning(mean.load, mean.spanning, mean.syncs_each_microbatch):
-            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, False, self.prices[0]):
-                yield replace(child, bound=min(self.bound, child.bound), sharing=self.sharing, is_owning=True)
+    @property
+    def waits_for_owner(self) -> bool:
+        """Whether its best plans take so long on the mean rank alone, and more could be known of the others."""
+        return self.owned is None and self.widening is not None and self.widening.waits_for_owner
+
+    def by_owned(self, space: Space, limit_bytes: int) -> list[_Point]:
+        """Return one point for each range of what one rank owns."""
+        found = list[_Point]()
+        mean, is_hard = self.chain.candidates, self.widening is not None and self.widening.is_hard
+        for owned in space.owned_ranges(mean.load, in_seconds=not self.exceeds_on_owner):
+            candidates = space.owning(mean.load, mean.spanning, mean.syncs_each_microbatch, owned)
+            if child := _quick_point(candidates.sharing(self.sharing), limit_bytes, self.relaxed, self.prices[0]):
+                bound = min(self.bound, child.bound)
+                above = _Above(bound, is_hard)
+                found.append(replace(child, bound=bound, sharing=self.sharing, above=above, owned=owned))
+        if self.relaxed and self.above is not None:
+            self.above.parts = [point.above for point in found if point.above is not None]
+        return found
 
     def advanced(
         self,
@@ -243,7 +267,7 @@ class _Point:
             stage = plan.peak.stage if plan else None
             widening = Widening(chain, space, limit_bytes, samples / self.bound, self.prices, stage)
             widening.is_searching, widening.was_searched = programs, programs or self.relaxed
-            widening.is_relaxed = self.relaxed
+            widening.is_relaxed, widening.is_rest = self.relaxed, self.owned is not None
             widening.is_hard = self.above is not None and self.above.is_hard
             if programs and beam_first:
                 enough_s = samples / floor if floor else float("inf")
@@ -290,11 +314,10 @@ def search(
     known = max(filter(None, plans), key=lambda plan: plan.samples_per_s, default=None)
     queue = _sizes(space, loads, task.limit_bytes)
     count = len(queue)
-    sweep = _Sweep(task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
+    sweep = _Sweep(loads, task.limit_bytes, enough, started + effort.seconds, effort.labels, progress)
     plan, top, lacks_labels = sweep.best_first(queue, space, known)
     if lacks_labels and (plan is None or top > max(enough, plan.samples_per_s * (1 + MUCH))):
-        of_core = replace(sweep, labels=min(sweep.labels, CORE_MADE), core=True)
-        plan = of_core.best_first(_sizes(space, loads, task.limit_bytes), space, plan)[0] or plan
+        plan = sweep.of_core(space, plan)
     if plan is None:
         plan = smallest_of(space, loads, task.limit_bytes)
         if plan.peak.total_bytes > task.limit_bytes:
@@ -314,10 +337,11 @@ def loads_of(task: Task, space: Space) -> tuple[Workload, ...]:
     return tuple(space.known_load(replace(load, for_uneven=task.for_uneven)) for load in loads)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sweep:
     """What one search looks for."""
 
+    loads: Sequence[Workload]
     limit_bytes: int
     enough: float
     """Plans of fewer samples per second are of no use."""
@@ -328,6 +352,16 @@ class _Sweep:
     progress: Progress
     core: bool = False
     """Whether plans are looked for among few options of each stage: then what no plan exceeds means nothing."""
+    had_core: bool = False
+    """Whether that was done."""
+
+    def of_core(self, space: Space, incumbent: PricedPlan | None) -> PricedPlan | None:
+        """Return the best plan after a search among few options of each stage, the first time."""
+        if self.had_core:
+            return incumbent
+        self.had_core = True
+        sweep = replace(self, labels=min(self.labels, CORE_MADE), core=True)
+        return sweep.best_first(_sizes(space, self.loads, self.limit_bytes), space, incumbent)[0] or incumbent
 
     def best_first(
         self, queue: list[_Size | _Point], space: Space, incumbent: PricedPlan | None
@@ -343,28 +377,35 @@ class _Sweep:
             speed, left_s = incumbent.samples_per_s if incumbent else 0.0, self.ends_at - time.perf_counter()
             much = bool(self.labels) and not self.core and point.bound > speed * (1 + MUCH)
             most = MOST_MADE if much else self.labels
+            if isinstance(point, _Point) and point.owned is not None:
+                most = int(most * REST)
             spent = left_s < 0 or (incumbent is not None and made >= most > 0)
             floor = max(speed, self.enough)
             wanted = max(speed * (1 + (CLOSE_ENOUGH if made >= MANY_MADE else 0.0)), self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
-            can_join = isinstance(point, _Point) and not point.is_over and (much or point.widening is not None)
+            is_tried = isinstance(point, _Point) and (point.widening is not None or point.owned is not None)
+            can_join = isinstance(point, _Point) and not point.is_over and (much or is_tried)
             if isinstance(point, _Size):
                 for found in point.points(space, self.limit_bytes):
                     heapq.heappush(queue, found)
             elif not point.full:
                 heapq.heappush(queue, point.tightened(self.limit_bytes, floor))
-            elif point.above is not None and point.bound > point.above.bound:
-                heapq.heappush(queue, replace(point, bound=point.above.bound))
-            elif point.relaxed and point.children is None:
+            elif point.above is not None and point.bound > point.above.least:
+                heapq.heappush(queue, replace(point, bound=point.above.least))
+            elif point.is_over and point.waits_for_owner and much and not self.had_core:
+                # With a good plan the labels of what follows are few.
+                incumbent = self.of_core(space, incumbent)
+                heapq.heappush(queue, point)
+            elif point.is_over and (point.exceeds_on_owner or (point.waits_for_owner and not self.core)):
+                for child in point.by_owned(space, self.limit_bytes):
+                    heapq.heappush(queue, child)
+            elif point.relaxed and point.children is None and not (point.owned and can_join):
                 heapq.heappush(queue, point.split(space, self.limit_bytes))
             elif point.relaxed and not (can_join and programmed_points and speed):
                 # The first one gets a plan, with which labels of all strategies together are few.
                 for child in point.released(1 if can_join else None):
-                    heapq.heappush(queue, child)
-            elif point.is_over and point.exceeds_on_owner:
-                for child in point.by_owned(space, self.limit_bytes):
                     heapq.heappush(queue, child)
             elif point.is_over:
                 top = max(top, point.bound)

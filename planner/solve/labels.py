@@ -103,11 +103,6 @@ class Labels:
         )
 
 
-def _empty(ranks: int) -> Labels:
-    zero = np.zeros(1, dtype=np.intp)
-    return Labels(np.zeros((1, ranks)), np.tile(NOTHING_PLACED, ranks), zero, np.zeros(1), zero, zero)
-
-
 @dataclass(frozen=True)
 class Run:
     """What one run gave."""
@@ -137,6 +132,10 @@ class _Rank:
     bounds: CompletionBounds
     room_bytes: float
     most_gathered: Sequence[Array]
+    owned_s: float
+    """What its host steps beside."""
+    holds_less: bool
+    """Whether it holds no more than the first rank, whose columns it has then."""
 
 
 class LabelSetting:
@@ -153,17 +152,25 @@ class LabelSetting:
         for place, (on_rank, price) in enumerate(zip(chain.on_ranks, prices, strict=True)):
             of_class = [StageMemory(columns, candidates.load) for columns in on_rank.candidates.columns]
             memory = [of_class[stage_class] for stage_class in candidates.stage_classes]
-            room_bytes = limit_bytes - on_rank.candidates.fixed_bytes
+            room_bytes, owned_s = limit_bytes - on_rank.candidates.fixed_bytes, on_rank.candidates.owned_s
             price = price or LITTLE * chain.free_s / room_bytes
             bounds = CompletionBounds(on_rank, memory, events, price, room_bytes)
-            columns, base_s = slice(place * COLUMNS, (place + 1) * COLUMNS), [some.base_s for some in on_rank.states]
-            self.ranks.append(_Rank(place, columns, base_s, memory, bounds, room_bytes, most_gathered(memory)))
+            # A rank that is there for the seconds of its host holds no more than the mean does, on which plans fit.
+            first = 0 if owned_s else sum(not rank.holds_less for rank in self.ranks) * COLUMNS
+            base_s, most = [some.base_s for some in on_rank.states], most_gathered(memory)
+            columns, less = slice(first, first + COLUMNS), owned_s > 0
+            self.ranks.append(_Rank(place, columns, base_s, memory, bounds, room_bytes, most, owned_s, less))
+        self.holding = [rank for rank in self.ranks if not rank.holds_less]
+
+    def _empty(self) -> Labels:
+        zero, seconds = np.zeros(1, dtype=np.intp), np.array([[rank.owned_s for rank in self.ranks]])
+        return Labels(seconds, np.tile(NOTHING_PLACED, len(self.holding)), zero, np.zeros(1), zero, zero)
 
     def tightened_s(self) -> float:
         """Return seconds that no plan is below, after the bounds were made tighter; it takes as long as some runs."""
         for rank in self.ranks:
             rank.bounds.tighten()
-        labels, _ = self._extended(_empty(len(self.ranks)), len(self.states) - 1, np.inf)
+        labels, _ = self._extended(self._empty(), len(self.states) - 1, np.inf)
         return float(labels.least_s.min(initial=np.inf)) * (1 - ROUNDING)
 
     def run(self, cut_s: float, grain_bytes: float = 0.0, most_made: int = 1_000_000, *, unevenly: bool = False) -> Run:
@@ -186,7 +193,7 @@ class LabelSetting:
     def _run(
         self, cut_s: float, grain_bytes: float, most_of_stage: int, most_kept: int, most_made: float = np.inf
     ) -> Run:
-        labels, left_s, lost_s, made, passed = _empty(len(self.ranks)), np.inf, np.inf, 0, list[Labels]()
+        labels, left_s, lost_s, made, passed = self._empty(), np.inf, np.inf, 0, list[Labels]()
         for index in reversed(range(len(self.states))):
             labels, over_s = self._extended(labels, index, cut_s)
             left_s = min(left_s, over_s)
@@ -198,7 +205,7 @@ class LabelSetting:
                 np.floor(labels.held / grain_bytes, out=labels.held)
                 np.multiply(labels.held, grain_bytes, out=labels.held)
             if index:
-                for rank in self.ranks:
+                for rank in self.holding:
                     raise_pending(labels.held[:, rank.columns], rank.most_gathered[index - 1])
                 labels = labels.some(self._undominated(labels, index))
             labels, also_s = _most_promising(labels, most_kept)
@@ -241,7 +248,7 @@ class LabelSetting:
                 np.maximum(pairs_s, so_far_s[part, None] + whole_s[above], out=pairs_s)
             keep = pairs_s < cut_s
             left_s = min(left_s, pairs_s.min(initial=np.inf, where=~keep))
-            for rank in self.ranks:
+            for rank in self.holding:
                 keep &= rank.bounds.may_fit(index, labels.held[part, rank.columns])
             parent, option = np.nonzero(keep)
             for rank, added_s in zip(self.ranks, added, strict=True):
@@ -259,6 +266,8 @@ class LabelSetting:
             fitting = np.ones(len(parent), dtype=bool)
             for rank, added_s in zip(self.ranks, added, strict=True):
                 seconds[:, rank.place] = labels.seconds[part, rank.place].take(parent) + added_s[pair]
+                if rank.holds_less:
+                    continue
                 own = rank.memory[index].extended(labels.held[part, rank.columns].take(parent, axis=0), option)
                 held[:, rank.columns] = own
                 fitting &= rank.bounds.fits(index, own)

@@ -189,7 +189,7 @@ class ChainBound:
                     quiet = None if quiet is None else quiet + (rest * least)[:, None, None]
                     index -= rest
         assert value is not None, "a model has at least one stage"
-        total: Array = value[:, :, 0].min(axis=1)
+        total: Array = value[:, :, 0].min(axis=1) + self.candidates.owned_s
         return total
 
     def _alike_below(self, memory: Sequence[StageBytes]) -> list[int]:

@@ -123,8 +123,14 @@ class Widening:
         """Whether another run is of no use, and whether the last one had to leave out labels."""
         self.exceeds_on_owner = False
         """Whether what would be the fastest plan exceeds the limit on its fullest rank alone."""
+        self.waits_for_owner = False
+        """Whether what would be the fastest plan takes longer, as one rank steps what it owns for longer than the
+        mean."""
         self.is_relaxed = False
         """Whether sequences of options are no plans, as spanning operators may take several strategies at once."""
+        self.is_rest = False
+        """Whether it is a part of what was searched before and could not be told apart: its first run, in which a few
+        stages may make most labels, goes as far as the best plan."""
         self.pricing = 0
         """Labels that the plans priced so far count for."""
 
@@ -144,7 +150,9 @@ class Widening:
         while self.start_s * (1 + self.width) <= self.least_s:
             self.width *= WIDER
         beam, self.is_searching = self.is_searching, False
-        cut_s = enough_s if beam else min(self.start_s * (1 + self.width), enough_s)
+        if self.is_rest and not self.is_uneven:
+            self._allow_uneven()
+        cut_s = enough_s if beam or self.is_rest else min(self.start_s * (1 + self.width), enough_s)
         if beam:
             run = self.labels.beam(cut_s, self.grain_bytes)
         else:
@@ -157,6 +165,9 @@ class Widening:
         self.exceeds_on_owner = is_exact and bool(tried) and not is_first
         self.least_s = max(self.least_s, run.least_s)
         self.lacks_labels = run.dropped
+        if first and not run.dropped and not self.is_rest:
+            waiting_s = self.space.waiting_s(self.candidates.load, self.candidates.chosen(first))
+            self.waits_for_owner = waiting_s > FIRST_WIDTH * self.least_s
         self.is_hard |= run.made >= HARD_MADE and len(self.candidates.stage_classes) <= MOST_TIGHTENED
         if not beam:
             self._decide(
@@ -181,6 +192,8 @@ class Widening:
         """
         if exact and (not run.dropped or self.exceeds_on_owner):
             self.is_over = True  # What is left is that its fullest rank holds more, or takes longer, than the mean.
+        elif complete and not run.dropped and (self.waits_for_owner or (self.is_rest and self.is_relaxed)):
+            self.is_over = True  # What memory is rounded by matters less than what other points say.
         elif complete and not run.dropped:
             self.finer += 1
             self.grain_bytes /= FINER
@@ -191,12 +204,17 @@ class Widening:
             # A wider run would lack still more labels, unless bounds become tighter first.
             lacks = run.dropped and has_rival and (self.was_tightened or not self.is_hard)
             if lacks and is_much and not self.is_uneven:
-                self.is_uneven = True
+                self._allow_uneven()
                 return
             self.is_over = is_last or self.width >= WIDEST or lacks
             self.width *= WIDER if run.made < FEW_MADE else SLIGHTLY_WIDER
             self.is_searching = run.made >= MANY_MADE and not self.was_searched
             self.was_searched |= self.is_searching
+
+    def _allow_uneven(self) -> None:
+        """Let a few stages make most labels, of memory that is rounded more, of which there are half as many."""
+        self.is_uneven = True
+        self.grain_bytes *= FINER
 
     def _fits(self, picks: Picks) -> bool:
         """Return whether a plan fits on the mean rank, and on the owner of a spanning operator."""

@@ -21,3 +21,10 @@ def assign_owners(
             owners[index] = owned.index(min(owned))
             owned[owners[index]] += sizes_bytes[index]
     return tuple(owners[index] for index in range(len(sizes_bytes)))
+
+
+def least_of_fullest(sizes: Sequence[float], ranks: int) -> float:
+    """Return what some rank has at least, however units of these sizes are shared."""
+    falling, counts = sorted(sizes, reverse=True), range(len(sizes) // ranks + 1)
+    # Of one unit more than `times` for each rank, some rank has more than `times`.
+    return max(sum(falling[times * (ranks - 1) : times * ranks + 1]) for times in counts)

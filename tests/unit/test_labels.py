@@ -87,7 +87,7 @@ def every_plan(candidates: CandidateSet) -> list[tuple[float, float, tuple[int, 
     found, ranks = [], [candidates, *candidates.on_owners]
     for picks in product(*(range(len(candidates.options[c])) for c in candidates.stage_classes)):
         peak = max(peak_memory(one.picked(picks), one.load).total_bytes for one in ranks)
-        found.append((peak, max(step_time(one.picked(picks), one.load).total_s for one in ranks), picks))
+        found.append((peak, max(step_time(one.picked(picks), one.load).total_s + one.owned_s for one in ranks), picks))
     return found
 
 

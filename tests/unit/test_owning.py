@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from operator import itemgetter
 from random import Random
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import cluster, transformer
-from test_labels import label_setting
+from test_labels import every_plan, label_setting
 from test_space_search import HOST, SLOW, small_chain
 from thoroughness import THOROUGH, draws
 
@@ -27,6 +27,7 @@ from planner.pricing import priced
 from planner.problem import Task
 from planner.search.least_memory import smallest_of
 from planner.search.search import search
+from planner.strategies.owner_assignment import least_of_fullest
 from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
@@ -48,28 +49,74 @@ def test_some_rank_of_a_plan_holds_what_it_is_said_to_own(
     graph, draw = transformer(2, 1024, tied=tied), Random(seed)
     space, load = Space(graph), Workload(machine, "adam", "fp32", 1, accumulation)
     spanning = draw.choice(space.spanning_offered(load))
-    sizes = list[int]()
-    for candidates in space.owning(load, spanning):
-        size = round(max((owner.owned_bytes for owner in candidates.on_owners), default=0.0))
-        sizes.append(size)
-        owned = [
-            [space.owned_bytes(stage_class, choice, load) for choice in some]
-            for stage_class, some in enumerate(candidates.choices)
-        ]
-        assert all(max(some) <= size for some in owned)
-        # Of each class of stages those that own most, and any others.
-        most = [[k for k, bytes_owned in enumerate(some) if bytes_owned == max(some)] for some in owned]
-        for _ in range(8):
-            picks = [draw.choice(draw.choice((most[c], range(len(owned[c]))))) for c in candidates.stage_classes]
-            if max(owned[c][k] for c, k in zip(candidates.stage_classes, picks, strict=True)) < size:
-                continue
-            plan = priced(space, load, candidates.chosen(picks), spanning)
-            for on_rank in (candidates, *candidates.on_owners):
-                bound = on_rank.picked(picks)
-                assert peak_memory(bound, load).total_bytes + on_rank.owned_bytes <= plan.peak.total_bytes
-                assert step_time(bound, load).total_s <= step_time(plan.options, load).total_s * (1 + 1e-9)
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 0 < sizes[-1]
+    for in_seconds in (False, True):
+        ranges = [*space.owned_ranges(load, in_seconds=in_seconds)]
+        assert all(one.least <= one.most < after.least for one, after in pairwise(ranges))
+        assert ranges[0].least == 0
+        assert (ranges[-1].most > 0) == (not in_seconds or machine.host is not None)
+        for owned in ranges:
+            candidates = space.owning(load, spanning, True, owned)
+            given_to = [
+                [space.owned(stage_class, choice, load, in_seconds)[0] for choice in some]
+                for stage_class, some in enumerate(candidates.choices)
+            ]
+            assert all(max(some) <= owned.most for some in given_to)
+            # Of each class of stages those that give most, and any others.
+            most = [[k for k, given in enumerate(some) if given == max(some)] for some in given_to]
+            for _ in range(8):
+                picks = [draw.choice(draw.choice((most[c], range(len(given_to[c]))))) for c in candidates.stage_classes]
+                if max(given_to[c][k] for c, k in zip(candidates.stage_classes, picks, strict=True)) < owned.least:
+                    continue
+                plan = priced(space, load, candidates.chosen(picks), spanning)
+                taken_s = step_time(plan.options, load).total_s
+                for on_rank in (candidates, *candidates.on_owners):
+                    bound = on_rank.picked(picks)
+                    assert peak_memory(bound, load).total_bytes + on_rank.owned_bytes <= plan.peak.total_bytes
+                    assert step_time(bound, load).total_s + on_rank.owned_s <= taken_s * (1 + 1e-9)
+
+
+@SLOW
+@given(machines, st.booleans(), st.sampled_from([0.02, 0.3, 0.8]), st.integers(0, 10**6))
+def test_labels_on_the_rank_that_steps_longest_equal_brute_force(
+    machine: Cluster, tied: bool, fraction: float, seed: int
+) -> None:
+    graph, draw = transformer(1 + seed % 2, 1024, tied=tied), Random(seed)
+    space, load = Space(graph), Workload(replace(machine, host=HOST), "adam", "fp32", 1 + seed % 3)
+    spanning = draw.choice([None, draw.choice(space.spanning_offered(load))])
+    owned = draw.choice([*space.owned_ranges(load, in_seconds=True)])
+    candidates = space.owning(load, spanning, True, owned)
+    given_to = [[space.owned(c, choice, load, True)[0] for choice in some] for c, some in enumerate(candidates.choices)]
+    owners = [[k for k, given in enumerate(some) if given >= owned.least] for some in given_to]
+    kept = [{draw.randrange(len(some)), draw.choice(own or [0])} for some, own in zip(given_to, owners, strict=True)]
+    candidates = candidates.only([sorted(rows) for rows in kept])
+    plans = every_plan(candidates)
+    limit = sorted(peak for peak, _, _ in plans)[int(fraction * (len(plans) - 1))] * (1 + 1e-9)
+    best_s = min(seconds for peak, seconds, _ in plans if peak <= limit)
+    labels, bound_s = label_setting(candidates, limit)
+    assert bound_s <= best_s * (1 + 1e-9)
+    for is_tightened in (False, True):
+        if is_tightened:
+            assert labels.tightened_s() <= best_s * (1 + 1e-9)
+        assert labels.run(best_s * 1.5).least_s == pytest.approx(best_s, rel=1e-8)
+        assert labels.run(best_s * (1 - 1e-6)).least_s == pytest.approx(best_s, rel=2e-6)
+        assert labels.run(best_s * 1.2, limit / 50).least_s <= best_s
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=7), st.integers(1, 3))
+def test_some_rank_has_no_less_however_units_are_shared(sizes: list[int], ranks: int) -> None:
+    least = min(
+        max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks))
+        for owners in product(range(ranks), repeat=len(sizes))
+    )
+    assert max(sizes, default=0) <= least_of_fullest(sizes, ranks) <= least
+
+
+def test_some_rank_has_two_of_one_unit_more_than_there_are_ranks() -> None:
+    assert least_of_fullest([3, 1, 4, 2], 4) == 4
+    assert least_of_fullest([3, 3, 4, 2, 1], 4) == 4
+    assert least_of_fullest([3, 3, 3, 3, 2], 4) == 5
+    assert least_of_fullest([3] * 9, 4) == 9
 
 
 @SLOW
@@ -134,6 +181,18 @@ def test_owners_that_do_not_fit_are_not_in_the_bound(
     assert on_mean.gap > 0.03
     assert on_mean.samples_per_s <= found.samples_per_s
     assert found.bound_samples_per_s < on_mean.bound_samples_per_s
+
+
+def test_a_rank_that_steps_what_it_owns_for_longer_is_in_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, machine = transformer(4, 1024, tied=False), replace(cluster(1, 8, intra=2e9), host=HOST)
+    loads = (Workload(machine, "adam", "fp32", 1),)
+    limit = int(1.2 * smallest_of(Space(graph), loads, float("inf")).peak.total_bytes) + 1
+    found = search(Task(graph, machine, limit, micro_batch=1))
+    assert found.gap < 1e-3
+    monkeypatch.setattr("planner.search.search._Point.waits_for_owner", False)
+    on_mean = search(Task(graph, machine, limit, micro_batch=1))
+    assert on_mean.gap > 4e-3
+    assert on_mean.samples_per_s <= found.samples_per_s
 
 
 @SLOW
