@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from profiler.recurrent_layers import Stack
+
 aten = torch.ops.aten
 
 _SAMPLES = 64
@@ -32,38 +34,28 @@ def runs_on_onednn(dtype: torch.dtype) -> bool:
 
 
 def lstm(
-    x: Tensor,
-    states: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    x: Tensor, states: Sequence[Tensor], parameters: Sequence[Tensor], *shape: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`torch.lstm` as CPUs run it (aten/src/ATen/native/mkldnn/RNN.cpp): layer by layer, in each direction."""
-    hidden, cell = states
-    directions, width = 2 if bidirectional else 1, hidden.shape[2]
-    each = 4 if has_biases else 2
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    stack, (hidden, cell) = Stack(*shape), states
+    width, each = hidden.shape[2], 4 if stack.has_biases else 2
+    kind = stack.layers, stack.has_biases, stack.bidirectional, stack.batch_first, stack.train
     hiddens, cells = list[Tensor](), list[Tensor]()
-    for layer in range(layers):
-        outputs = list[Tensor]()
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = [*parameters[index * each : (index + 1) * each]]
-            if not has_biases:
+
+    def layer(x: Tensor, number: int) -> Tensor:
+        x, outputs = x.contiguous(), list[Tensor]()
+        for place in stack.places(number):
+            weights = [*parameters[place * each : (place + 1) * each]]
+            if not stack.has_biases:
                 weights += [weights[0].new_zeros(4 * width)] * 2
-            shape: Any = bool(direction), [], _LSTM, width, layers, has_biases, bidirectional, batch_first, train
-            out, last, last_cell, _ = aten.mkldnn_rnn_layer(x, *weights, hidden[index], cell[index], *shape)
+            given: Any = x, *weights, hidden[place], cell[place], place % stack.directions == 1, [], _LSTM, width, *kind
+            out, last, last_cell, _ = aten.mkldnn_rnn_layer(*given)
             outputs.append(out)
             hiddens.append(last)
             cells.append(last_cell)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and train and layer < layers - 1:
-            x = torch.dropout(x, dropout, True)
-    return x.transpose(0, 1) if batch_first else x, torch.stack(hiddens), torch.stack(cells)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    return stack.run(layer, x), torch.stack(hiddens), torch.stack(cells)
 
 
 def with_workspace(args: Sequence[Any], out: Sequence[Tensor]) -> tuple[Tensor, ...]:

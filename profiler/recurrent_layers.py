@@ -65,38 +65,55 @@ CELLS: dict[str, Callable[[Tensor, States, _Weights], States]] = {
 """By the name of the operation."""
 
 
+@dataclass(frozen=True)
+class Stack:
+    """How layers stand upon each other: the last arguments of `torch.gru` and the like, in their order."""
+
+    has_biases: bool
+    layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    def places(self, layer: int) -> range:
+        """Return the places of a layer's directions among states, and their weights."""
+        return range(layer * self.directions, (layer + 1) * self.directions)
+
+    def run(self, layer: Callable[[Tensor, int], Tensor], x: Tensor) -> Tensor:
+        """Return the output of layer after layer, each given its input (steps, samples, width) and number."""
+        x = x.transpose(0, 1) if self.batch_first else x
+        for number in range(self.layers):
+            x = layer(x, number)
+            if self.dropout and self.train and number < self.layers - 1:
+                x = torch.dropout(x, self.dropout, True)
+        return x.transpose(0, 1) if self.batch_first else x
+
+
 def recurrent(
-    name: str,
-    at_once: bool,
-    x: Tensor,
-    states: Tensor | Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    name: str, at_once: bool, x: Tensor, states: Tensor | Sequence[Tensor], parameters: Sequence[Tensor], *shape: Any
 ) -> Any:
     """`torch.gru` and the like: the output, and the last states.
 
     Args:
         name: key of `CELLS`.
         at_once: multiply the inputs of all steps at once.
+        shape: of a `Stack`.
     """
+    stack, last = Stack(*shape), list[States]()
     hidden = [states] if isinstance(states, Tensor) else list(states)
-    directions = 2 if bidirectional else 1
-    each = len(parameters) // (layers * directions)
-    x = x.transpose(0, 1) if batch_first else x
-    last = list[States]()
-    for layer in range(layers):
-        places = range(layer * directions, (layer + 1) * directions)
-        weights = [_weights(parameters[place * each : (place + 1) * each], has_biases) for place in places]
-        first = [tuple(state[place] for state in hidden) for place in places]
-        x = _layer(CELLS[name], at_once, x, first, weights, last)
-        if dropout and train and layer < layers - 1:
-            x = torch.dropout(x, dropout, True)
-    return x.transpose(0, 1) if batch_first else x, *(torch.stack(ends) for ends in zip(*last, strict=True))
+    each = len(parameters) // (stack.layers * stack.directions)
+
+    def layer(x: Tensor, number: int) -> Tensor:
+        places = stack.places(number)
+        weights = [_weights(parameters[place * each : (place + 1) * each], stack.has_biases) for place in places]
+        return _layer(CELLS[name], at_once, x, [tuple(state[k] for state in hidden) for k in places], weights, last)
+
+    return stack.run(layer, x), *(torch.stack(ends) for ends in zip(*last, strict=True))
 
 
 def _weights(parameters: Sequence[Tensor], has_biases: bool) -> _Weights:

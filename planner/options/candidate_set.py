@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,6 +28,22 @@ class Owned(NamedTuple):
     """Whether that is seconds in which the rank's host steps it; else bytes at rest."""
     least: float
     most: float
+
+
+ALIKE_OWNED, LITTLE_OWNED = 1.25, 1 / 8
+"""Of seconds that a rank steps what it owns: those up to so many times the least of a range are in it, and up to this
+part of the largest."""
+
+
+def owned_ranges(in_seconds: bool, given: Iterable[float]) -> Iterator[Owned]:
+    """Yield the ranges of what options give to one rank."""
+    every = sorted(given)
+    while every:
+        # What hardly differs, or is next to nothing, is one range: a set of candidates and labels for each.
+        most = max(every[0] * ALIKE_OWNED, every[-1] * LITTLE_OWNED) if in_seconds else every[0]
+        alike = bisect_right(every, most)
+        yield Owned(in_seconds, every[0], every[alike - 1])
+        del every[:alike]
 
 
 @dataclass(frozen=True)

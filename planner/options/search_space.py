@@ -15,7 +15,6 @@ beside.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, lru_cache
@@ -32,7 +31,7 @@ from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
-from planner.options.candidate_set import CandidateSet, Owned, Spanning
+from planner.options.candidate_set import CandidateSet, Owned, Spanning, owned_ranges
 from planner.options.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
 from planner.options.option_columns import OptionList
 from planner.options.option_table import OptionTable
@@ -45,14 +44,10 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator
 
-Elsewhere = frozenset[int] | None
+Away = frozenset[int] | None
 """Operators that other ranks own; None: on the mean over ranks."""
 
-NOWHERE: Elsewhere = frozenset()
-
-ALIKE_OWNED, LITTLE_OWNED = 1.25, 1 / 8
-"""Of seconds that a rank steps what it owns: those up to so many times the least of a range are in it, and up to this
-part of the largest."""
+NOWHERE: Away = frozenset()
 
 Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 """Choices of a class of stages, and the option of each on every rank that is looked at."""
@@ -174,12 +169,7 @@ class Space:
         return dict(zip(self.model.spanning, spanning, strict=True))
 
     def _option(
-        self,
-        stage_class: int,
-        choice: StageDecision,
-        spanning: Spanning,
-        load: Workload,
-        elsewhere: Elsewhere = NOWHERE,
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Away = NOWHERE
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
@@ -190,20 +180,20 @@ class Space:
         return ambient(self.model, self.examples[stage_class], around, self._unit_costs(load))
 
     def _make_alone(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Elsewhere
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Away
     ) -> StageCandidate:
         """Return the option without spanning operators that are called in other stages only."""
         option = self._at_any_batch(stage_class, choice, spanning, load, elsewhere)
         return option.at(self.costs(stage_class, choice.counts, load))
 
     def _at_any_batch(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Elsewhere
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Away
     ) -> StageOption:
         offloads = any(strategy.offload for strategy in (*choice.strategies, *self.spanning_choices(spanning).values()))
         return self._made_once(stage_class, choice, spanning, self._first_load(load, offloads), elsewhere)
 
     def _make_at_any_batch(
-        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Elsewhere
+        self, stage_class: int, choice: StageDecision, spanning: Spanning, load: Workload, elsewhere: Away
     ) -> StageOption:
         staged = self._staged_units(stage_class, choice.strategies, choice.counts, spanning, load, elsewhere)
         option = staged.option(choice.recompute)
@@ -223,7 +213,7 @@ class Space:
         counts: tuple[int, ...],
         spanning: Spanning,
         load: Workload,
-        elsewhere: Elsewhere,
+        elsewhere: Away,
     ) -> StageUnits:
         around, mean = self.spanning_choices(spanning), elsewhere is None
         frame = self._frame(stage_class, counts, load)
@@ -347,7 +337,7 @@ class Space:
         spanning: Spanning,
         load: Workload,
         syncs: bool,
-        elsewhere: tuple[Elsewhere, ...],
+        elsewhere: tuple[Away, ...],
         owned: Owned | None = None,
     ) -> Priced:
         """Return the undominated choices of a class of stages and their options, as `_make_all` has them.
@@ -362,7 +352,7 @@ class Space:
         return table.worthwhile(lambda counts: self.costs(stage_class, counts, load), load, syncs, others, rows)
 
     def _make_all(
-        self, stage_class: int, spanning: Spanning, load: Workload, elsewhere: Elsewhere
+        self, stage_class: int, spanning: Spanning, load: Workload, elsewhere: Away
     ) -> list[tuple[StageDecision, StageOption]]:
         """Return the choices of a class of stages and their options, if ranks differ on the mean rank or on one of
         which others own these operators."""
@@ -378,7 +368,7 @@ class Space:
         takes = self.spanning_offered(load) if self.model.stages[self.examples[stage_class]].spanning else (None,)
         return self._all_of(stage_class, takes, self._first_load(load))
 
-    def _ranks(self, spanning: Spanning) -> tuple[Elsewhere, ...]:
+    def _ranks(self, spanning: Spanning) -> tuple[Away, ...]:
         """Return what others own of the mean rank, and of the one that owns the largest spanning operator."""
         owned = self.largest_owned(spanning)
         return (None,) if owned is None else (None, self._every_operator - {owned})
@@ -401,13 +391,7 @@ class Space:
             for stage_class in range(len(self.examples))
         ]
         least = max(map(min, sizes))
-        every = sorted(size for size in set().union(*sizes) if size >= least)
-        while every:
-            # What hardly differs, or is next to nothing, is one range: a set of candidates and labels for each.
-            most = max(every[0] * ALIKE_OWNED, every[-1] * LITTLE_OWNED) if in_seconds else every[0]
-            alike = bisect_right(every, most)
-            yield Owned(in_seconds, every[0], every[alike - 1])
-            del every[:alike]
+        return owned_ranges(in_seconds, (size for size in set().union(*sizes) if size >= least))
 
     def owning(self, load: Workload, spanning: Spanning, syncs: bool, owned: Owned) -> CandidateSet:
         """Return candidates for the plans of a range, and perhaps of earlier ones, under given strategies of the
@@ -418,7 +402,7 @@ class Space:
         """
         is_open = spanning is None and bool(self.model.spanning)
         takes = self.spanning_offered(load) if is_open else (spanning,)
-        ranks: tuple[Elsewhere, ...] = (None,) if is_open else self._ranks(spanning)
+        ranks: tuple[Away, ...] = (None,) if is_open else self._ranks(spanning)
         if owned.least:
             found = self._candidates_of(takes, load, syncs, (*ranks, self._every_operator), owned)
             *others, own = found.on_owners
@@ -470,7 +454,7 @@ class Space:
         takes: Sequence[Spanning],
         load: Workload,
         syncs: bool,
-        elsewhere: tuple[Elsewhere, ...],
+        elsewhere: tuple[Away, ...],
         owned: Owned | None = None,
     ) -> CandidateSet:
         """Return candidates for whichever of `takes` the spanning operators take, on the first rank, and on the others
