@@ -30,6 +30,7 @@ from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
 from runtime.own_gpu import own_gpu
 from runtime.parameter_places import registered_buffers
+from runtime.replaced_parameters import refuse_reads, replace_references
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp, unsharded
@@ -72,6 +73,7 @@ def apply_schedule(
             schedule = wrapping.substitute(schedule, meshes)
     sharded = ShardedModel(model, schedule, device)
     originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for split in schedule.splits:
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
@@ -83,7 +85,9 @@ def apply_schedule(
     _wrap(sharded, context)
     cast_inputs(model, schedule.precision)
     kept = set(map(id, model.parameters()))
+    replace_references(model, names)
     sharded.replaced = [reference for reference in originals if id(reference()) not in kept]
+    refuse_reads(sharded.replaced)
     return sharded
 
 

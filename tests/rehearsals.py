@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -142,8 +141,9 @@ def compare(
     view = open_plan(plan, graph, machine)
     predicted = {name: size for name, size in view.prediction.memory_by_category.items() if name != "reserve"}
     named = model.build, model.example_inputs, lambda out: find_loss(out)[0]
-    answers = nullcontext if with_data else lambda: as_on(device_type, DataDependent(1.0))
-    script = Script(*named, plan.optimizer, plan.micro_batch, answers)
+    answers = partial(as_on, device_type, DataDependent(1.0))
+    contexts = [] if with_data else [partial(answers, is_building=building) for building in (False, True)]
+    script = Script(*named, plan.optimizer, plan.micro_batch, *contexts)
     if rank is None:
         rank = view.decided.fullest(view.space, view.load)[0]
     found = dry_run(script, compile_plan(plan, graph, machine), rank, with_data=with_data)

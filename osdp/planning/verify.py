@@ -186,14 +186,15 @@ def rehearse(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> tu
     model = source.build, source.example_inputs, lambda output: find_loss(output)[0]
     rank = view.decided.fullest(space, view.load)[0]
     data, device_type = DataDependent(expert_imbalance), view.load.cluster.device.kind
-    script = Script(*model, plan.optimizer, plan.micro_batch, lambda: as_on(device_type, data))
+    contexts = (partial(as_on, device_type, data, is_building=is_building) for is_building in (False, True))
+    script = Script(*model, plan.optimizer, plan.micro_batch, *contexts)
     return rank, dry_run(script, schedule, rank)
 
 
 @contextmanager
-def as_on(device_type: str, data: DataDependent) -> Iterator[None]:
+def as_on(device_type: str, data: DataDependent, *, is_building: bool) -> Iterator[None]:
     """Have fake tensors of the CPU run the kernels of a plan's devices, and answer what depends on data."""
-    with device_kernels(device_type, "cpu"), answering(data):
+    with device_kernels(device_type, "cpu"), answering(data, is_building=is_building):
         yield
 
 

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -94,6 +95,17 @@ class DataDependent:
         self._imbalance = expert_imbalance
         self._repeats = 1
         self._alike = False
+        self.is_building = False
+        """Whether the model is being built: constructors may compare weights, of which no trace knows the values."""
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Open a context in which a model is built."""
+        before, self.is_building = self.is_building, True
+        try:
+            yield
+        finally:
+            self.is_building = before
 
     def begin(self, repeats: int, *, alike: bool = False) -> None:
         """Begin a pass whose micro-batch is `repeats` times the smallest.
@@ -379,7 +391,10 @@ def _number(data: DataDependent, x: Tensor) -> float:
 
 
 def _compared(data: DataDependent, *args: Any, **options: Any) -> bool:
-    raise UnknownValueError("a branch depends on whether tensors are equal")
+    if not data.is_building:
+        raise UnknownValueError("a branch depends on whether tensors are equal")
+    data.note("weights that a model compares as it is built are assumed to differ")
+    return False
 
 
 def _grouped_mm(data: DataDependent, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any) -> Tensor:

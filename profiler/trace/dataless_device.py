@@ -102,9 +102,6 @@ class _WithoutFills(UncompiledMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is aten.allclose.default and self._device.holds(args[0]):
-            self._device.data.note("weights that a model compares as it is built are assumed to differ")
-            return False
         return self._device.data.run(func, args, kwargs or {}, self._call)
 
     def _call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +128,7 @@ _FILLS |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.mul_.Scalar, aten.mul_.Ten
 @contextmanager
 def making(device: DatalessDevice) -> Iterator[None]:
     """Open a context where factories make tensors of the device and fills are left out."""
-    with without_logs(), device.building(), _WithoutFills(device):
+    with without_logs(), device.building(), _WithoutFills(device), device.data.building():
         yield
 
 
@@ -176,11 +173,17 @@ def _opaque(name: str, parameter: nn.Parameter, device: DatalessDevice) -> nn.Pa
 
 
 def _like(tensor: Tensor, device: DatalessDevice, dtype: torch.dtype) -> Tensor:
-    if device.holds(tensor) and tensor.dtype == dtype:
+    """Return the tensor on the device; a parameter in memory of its own and in the order of its rows, as if sharded."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    is_apart = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    if device.holds(tensor) and tensor.dtype == dtype and (is_apart or not is_parameter):
         return tensor
     with device.running():
-        placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device.torch_device)
-    if isinstance(tensor, nn.Parameter):
+        if is_parameter:
+            placed = torch.empty(tensor.shape, dtype=dtype, device=device.torch_device)
+        else:
+            placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device.torch_device)
+    if is_parameter:
         return nn.Parameter(placed, requires_grad=tensor.requires_grad)
     device.data.values.carry(tensor, placed)
     return placed.requires_grad_(tensor.requires_grad)

@@ -36,13 +36,8 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
     reduces gradients of one dtype together.  Nor do opaque ones.
     """
     rested = {id(one): dtypes[name] if dtypes else one.dtype for name, one in root.named_parameters()}
-    names: dict[int, str] = {}  # by storage: tied parameters have one
-    for name, parameter in root.named_parameters():
-        names.setdefault(parameter.untyped_storage()._cdata, name)
-    owned = {
-        path: [parameter.untyped_storage()._cdata for parameter in _shardable(module, rested)]
-        for path, module in root.named_modules()
-    }
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    owned = {path: list(map(id, _shardable(module, rested))) for path, module in root.named_modules()}
     above, first = {path: path for path in owned}, dict[int, str]()  # a forest: tied paths are in one tree
 
     def top(path: str) -> str:
@@ -50,15 +45,15 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
             path = above[path]
         return path
 
-    for path, storages in owned.items():
-        for storage in storages:
-            above[top(path)] = top(first.setdefault(storage, path))
+    for path, identities in owned.items():
+        for identity in identities:
+            above[top(path)] = top(first.setdefault(identity, path))
     groups: dict[str, list[str]] = {}
-    for path, storages in owned.items():
-        if storages:
+    for path, identities in owned.items():
+        if identities:
             groups.setdefault(top(path), []).append(path)
     return tuple(
-        Group(tuple(paths), tuple(dict.fromkeys(names[storage] for path in paths for storage in owned[path])))
+        Group(tuple(paths), tuple(dict.fromkeys(names[identity] for path in paths for identity in owned[path])))
         for paths in groups.values()
     )
 
@@ -75,9 +70,8 @@ def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.
 
 def held_whole(root: nn.Module, groups: Iterable[Group]) -> list[str]:
     """Return the names of the parameters that belong to no operator, which every rank holds whole."""
-    named = dict(root.named_parameters())
-    held = {named[name].untyped_storage()._cdata for group in groups for name in group.parameters}
-    return [name for name, parameter in named.items() if parameter.untyped_storage()._cdata not in held]
+    held = {name for group in groups for name in group.parameters}
+    return [name for name, _ in root.named_parameters() if name not in held]
 
 
 def merge_read_outside(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -160,8 +160,9 @@ def as_if_real() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def answering(data: DataDependent) -> Iterator[None]:
-    """Answer what depends on data for a program that runs on fake tensors of the CPU, as a trace does."""
+def answering(data: DataDependent, *, is_building: bool = False) -> Iterator[None]:
+    """Answer what depends on data as a trace does, for a program that runs, or builds a model, on fake tensors."""
     data.begin(1)
-    with as_if_real(), _AnsweringMode(data), PythonValues(data, torch.device("cpu")):
+    building = data.building() if is_building else nullcontext()
+    with building, as_if_real(), _AnsweringMode(data), PythonValues(data, torch.device("cpu")):
         yield

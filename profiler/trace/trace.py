@@ -22,6 +22,7 @@ from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
+from profiler.parameter_memory import check_memory
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
@@ -30,6 +31,7 @@ from profiler.trace.find_operators import find_groups, held_whole
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
 from profiler.trace.trace_errors import ModelError, explained, more_telling
+from profiler.trace.unregistered_reads import refused_unregistered
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -105,12 +107,14 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             with making(device):
                 module = source.build()
             _check_module(source.name, module)
+            check_memory(source.name, module)
             rested = resting_dtypes(module, precision, master_weights)
             found = find_groups(module, {name: one.rest for name, one in rested.items()})
             rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
-        with mode, outputs_aliased(module), inputs_cast(module, precision):
+        watched = refused_unregistered(source.name, module)
+        with watched, mode, outputs_aliased(module), inputs_cast(module, precision):
             run = run_sizes(module, source, found, device, sizes)
     passes = run.passes, run.recomputed, run.selective, run.apart
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)

@@ -50,6 +50,8 @@ class Script:
     """Samples in one forward."""
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Opens a context for the model's code and its backward, such as one that answers what depends on data."""
+    building: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Opens a context for the model's constructors."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
         tensors = _without_denormals() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
         with tensors, live, few_chunks(), short_rings:
-            with script.answering():
+            with script.building():
                 model = script.build()
             sharded = apply_schedule(model, schedule, torch.device("cpu"))
             offloaded = {p.path for unit in schedule.units for p in unit.parameters if unit.strategy.offload}

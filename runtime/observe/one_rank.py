@@ -54,7 +54,7 @@ class _Training:
 
     def __init__(self, script: Script, schedule: Schedule, device: torch.device) -> None:
         self._script, self._micro_batches = script, schedule.accumulation
-        with script.answering(), torch.device("meta"):
+        with script.building(), torch.device("meta"):
             self._model = script.build()
         sharded = apply_schedule(self._model, schedule, device)
         _fill(sharded)

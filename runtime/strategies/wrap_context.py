@@ -86,11 +86,12 @@ class WrapContext:
             return self._moved(path, registration, home), registration.places
         dtype = master_dtype(parameter, self.schedule.master_weights)
         if parameter.is_meta:
-            parameter = nn.Parameter(torch.empty_like(parameter, device=home, dtype=dtype), parameter.requires_grad)
+            empty = torch.empty(parameter.shape, device=home, dtype=dtype)
+            parameter = nn.Parameter(empty, parameter.requires_grad)
             for module, name in registration.places:
                 module.register_parameter(name, parameter)
-        elif parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+        elif parameter.dtype != dtype or not parameter.is_contiguous():
+            parameter.data = parameter.data.to(dtype).contiguous()
         return parameter, registration.places
 
     def _moved(self, path: str, registration: Registration[nn.Parameter], home: torch.device) -> nn.Parameter:

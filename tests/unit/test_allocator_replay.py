@@ -24,7 +24,7 @@ def found() -> DryRun:
     case = Case("shard", recompute=2, precision="bf16", micro_batch=8)
     model = source(case.family, case.vocabulary, case.length)
     named = model.build, model.example_inputs, lambda out: find_loss(out)[0]
-    script = Script(*named, case.optimizer, case.micro_batch, lambda: answering(DataDependent(1.0)))
+    script = Script(*named, case.optimizer, case.micro_batch, *[lambda: answering(DataDependent(1.0))] * 2)
     graph = graph_of(case.family, case.vocabulary, case.length, case.precision)
     return dry_run(script, compile_plan(case.plan(), graph, cluster(*case.shape)), 0)
 

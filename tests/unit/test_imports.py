@@ -33,7 +33,14 @@ PLAIN_DATA = frozenset(
 """The profiler's modules that need no torch: what passes between the stages, its files, and the garbage collector."""
 SHARED = frozenset(
     f"profiler.{name}"
-    for name in ("alias_outputs", "loss_storage", "mixed_precision", "opaque_parameters", "selective_recomputation")
+    for name in (
+        "alias_outputs",
+        "loss_storage",
+        "mixed_precision",
+        "opaque_parameters",
+        "plain_attributes",
+        "selective_recomputation",
+    )
 )
 """What the tracer does to a model and the runtime must do alike."""
 PLANS = frozenset({"planner.plan", "planner.pricing", "planner.strategies", "planner.model", "planner.optimizers"})

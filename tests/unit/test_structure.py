@@ -65,12 +65,6 @@ def test_ties_join_groups_across_a_third() -> None:
     )
 
 
-def test_parameters_on_one_storage_are_tied() -> None:
-    a, b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    b.weight = nn.Parameter(a.weight.detach().t())
-    assert find_groups(Tree(a=a, b=b)) == (Group(("a", "b"), ("a.weight",)),)
-
-
 def test_modules_without_parameters_are_no_groups() -> None:
     tree = Tree(a=nn.ReLU(), b=nn.Linear(4, 4, bias=False), c=nn.BatchNorm1d(4, affine=False))
     assert find_groups(tree) == (Group(("b",), ("b.weight",)),)

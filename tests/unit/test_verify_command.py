@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli
-from rehearsals import plan_of
+from rehearsals import compare, plan_of
 from thoroughness import some
+from torch import nn
 
 import osdp.planning.verify
+from osdp.models.user_factory import source_of
 from osdp.planning.plan_file import write_plan
 from osdp.planning.request import Request, plan_model
 from osdp.planning.verify import ROUNDING_BYTES, Verified
@@ -137,6 +139,24 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
         assert part in text
     assert "The prediction holds: its error is" in text
     assert "The allocator fits with expandable_segments:True" in text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"orthogonal_map": "matrix_exp"}, {"orthogonal_map": "householder", "use_trivialization": False}],
+    ids=("compares", "computes"),
+)
+def test_a_model_whose_constructor_asks_for_its_weights(how: dict[str, Any]) -> None:
+    """Whether they are orthogonal already; verifying once refused what planning accepts."""
+
+    def build() -> nn.Module:
+        layers = [nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), **how) for _ in range(2)]
+        return nn.Sequential(*layers, nn.Linear(16, 4))
+
+    model = source_of(build, "orthogonal", None, lambda batch: torch.randn(batch, 16))
+    graph, machine = trace_model(model), load_cluster("cpu-gloo", 1, 2)
+    plan = plan_of(graph, machine, dict.fromkeys((one.name for one in graph.operators), "shard"))
+    assert -0.01 <= compare(plan, model, graph, machine, with_data=False).error <= 0.03
 
 
 def test_a_plan_whose_allocator_needs_more_than_the_limit_ends_with_1(cli: Cli, planned: Plan) -> None:

@@ -1,0 +1,86 @@
+"""Finds parameters that a forward reads through something else than the modules that own them.
+
+A module may keep a registered parameter in a list or another plain attribute, too, as for a penalty on all weights.
+Sharding puts another tensor in the place of a registered one, and what such an attribute holds trains no longer.  In a
+trace, stand-ins are in these attributes: they pass on the parameter, and note that they were asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
+
+from profiler.errors import OsdpError
+from profiler.opaque_parameters import is_opaque
+from profiler.plain_attributes import holding_parameters
+
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that have its values."""
+_ABOUT = {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size}
+_ABOUT |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__hash__, Tensor.__len__}
+"""Methods that tell of a tensor and not what is in it."""
+
+
+class _StandIn(nn.Parameter):
+    """Stands for a parameter in a plain attribute."""
+
+    of: nn.Parameter
+    path: str
+    place: str
+    read: dict[str, str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        of_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+        is_read = func.__self__.__name__ in _VIEWS if of_attribute else func not in _ABOUT
+
+        def passed_on(leaf: Any) -> Any:
+            if not isinstance(leaf, _StandIn):
+                return leaf
+            own = vars(leaf)
+            if is_read:
+                own["read"].setdefault(own["path"], own["place"])
+            return own["of"]
+
+        return func(*tree_map(passed_on, args), **tree_map(passed_on, kwargs or {}))
+
+
+@contextmanager
+def refused_unregistered(model: str, root: nn.Module) -> Iterator[None]:
+    """Raise OsdpError at the end if a parameter was read through a plain attribute of a module."""
+    names = {id(parameter): name for name, parameter in root.named_parameters() if not is_opaque(parameter)}
+    read, before = dict[str, str](), list[tuple[nn.Module, str, Any]]()
+    for path, module in root.named_modules():
+        for key, value in list(holding_parameters(module)):
+
+            def stand_in(parameter: nn.Parameter, where: str = f"{path}.{key}" if path else key) -> nn.Parameter:
+                if id(parameter) not in names:
+                    return parameter
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                made = torch.Tensor._make_subclass(_StandIn, empty, parameter.requires_grad)
+                vars(made).update(of=parameter, path=names[id(parameter)], place=where, read=read)
+                return made
+
+            before.append((module, key, value))
+            vars(module)[key] = tree_map_only(nn.Parameter, stand_in, value)
+    try:
+        yield
+    finally:
+        for module, key, value in before:
+            vars(module)[key] = value
+    if read:
+        (name, where), *others = read.items()
+        raise OsdpError(
+            f"the forward of {model} reads `{name}` through the attribute `{where}`, which sharding cannot follow",
+            got=f"a plain attribute of a module{f', and {len(others)} more parameters so' if others else ''}",
+            expected="parameters read from the modules that own them",
+            advice="collect them in the forward ([layer.weight for layer in self.layers]), or register the list: "
+            "nn.ParameterList",
+        )

@@ -1,0 +1,62 @@
+"""Who holds a parameter that a model had before it was sharded, and what becomes of it.
+
+Sharding puts another tensor in its place.  Lists and other plain attributes of modules get the new one, so that an
+optimizer that is made from them has what rests here, and the old one's memory is free.  Any other holder, a closure
+say, would read what no longer trains: a computation whose gradients would go there raises OsdpError.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from profiler.errors import OsdpError
+from profiler.plain_attributes import holding_parameters
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that is no longer a model's."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs or {})
+            if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(found)):
+                raise OsdpError(
+                    "a computation reads a parameter that the model no longer trains",
+                    got=f"{getattr(func, '__name__', func)} of a parameter from before OSDP(...), held by other code",
+                    expected="parameters read from the modules that own them, as layer.weight",
+                    advice="read it where it is used, in the forward, instead of keeping the tensor",
+                )
+        return found
+
+
+def replace_references(model: nn.Module, names: Mapping[int, str]) -> None:
+    """Put the parameters that a model has now into the plain attributes of its modules.
+
+    `names`: by identity of a parameter that it had before, the name.  Those of which there is no longer one by that
+    name, as of a layer that was split, are left there.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+
+    def current(parameter: nn.Parameter) -> nn.Parameter:
+        return now.get(names.get(id(parameter), ""), parameter)
+
+    for module in model.modules():
+        for key, value in list(holding_parameters(module)):
+            vars(module)[key] = tree_map_only(nn.Parameter, current, value)
+
+
+def refuse_reads(replaced: Iterable[weakref.ref[nn.Parameter]]) -> None:
+    """Have gradients of what is still held of these raise OsdpError."""
+    for reference in replaced:
+        parameter = reference()
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ReplacedParameter

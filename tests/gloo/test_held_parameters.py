@@ -1,0 +1,112 @@
+"""Parameters that more than their modules hold, or whose memory is not row-major, train as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from osdp.api import OSDP
+from profiler.errors import OsdpError
+
+STRATEGIES = ("replicate", "shard", "owner", "odc:2")
+
+
+class Images(nn.Module):
+    """Convolutions, a weight that is a transpose, and two halves of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.head = nn.Linear(8, 16)
+        self.head.weight = nn.Parameter(torch.randn(8, 16).t())
+        flat = torch.randn(2 * 16 * 8) / 4
+        self.up, self.down = (nn.Parameter(half.view(16, 8)) for half in flat.chunk(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.view(-1, 1, 4, 4).expand(-1, 3, 4, 4)
+        return self.head(self.convolutions(images).mean((2, 3))) @ self.up @ self.down.t()  # type: ignore[no-any-return]
+
+    def groups(self) -> Iterable[Any]:
+        return self.parameters()
+
+
+class Listed(nn.Module):
+    """Lists its parameters for an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.decayed = [self.layers[0].weight, self.layers[2].weight]
+        self.others = {"biases": (self.layers[0].bias, self.layers[2].bias)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+    def groups(self) -> Iterable[Any]:
+        return [{"params": self.decayed, "weight_decay": 0.1}, {"params": list(self.others["biases"])}]
+
+
+class Closed(Listed):
+    """Has a function that holds a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.layers[0].weight
+        self.penalty = lambda: weight.square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.penalty()  # type: ignore[no-any-return]
+
+
+def channels_last() -> nn.Module:
+    return Images().to(memory_format=torch.channels_last)
+
+
+def losses(model: nn.Module, groups: Iterable[Any]) -> list[float]:
+    optimizer, generator, found = torch.optim.SGD(groups, 0.1), torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        loss = (model(torch.randn(4, 16, generator=generator)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def train(rank: int, build: Callable[[], nn.Module]) -> dict[str, list[float]]:
+    found = {}
+    for strategy in STRATEGIES:
+        for how in ("module", "factory"):
+            torch.manual_seed(0)
+            given = build() if how == "module" else build
+            model = OSDP(given, {"pins": [f"*={strategy}"]}, example_inputs=lambda batch: torch.randn(batch, 16))
+            found[f"{strategy} {how}"] = losses(model, model.groups())
+    return found
+
+
+@pytest.mark.parametrize("build", [channels_last, Listed])
+def test_they_train_as_in_one_process(build: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    alone = build()
+    expected = losses(alone, alone.groups())
+    for by_strategy in run_ranks(train, 2, build):
+        for case, found in by_strategy.items():
+            assert found == pytest.approx(expected, rel=1e-5), case
+
+
+def refused(rank: int) -> None:
+    model = OSDP(Closed(), {"pins": ["*=shard"]}, example_inputs=lambda batch: torch.randn(batch, 16))
+    for _ in range(2):
+        with pytest.raises(OsdpError, match="no longer trains"):
+            model(torch.randn(4, 16))
+    assert all(weight.grad is None for weight in model.decayed)
+
+
+def test_reading_what_only_a_function_holds_is_refused() -> None:
+    """It would train apart from what is sharded."""
+    run_ranks(refused, 2)
