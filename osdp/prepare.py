@@ -63,6 +63,7 @@ def prepare(
         schedule = compile_plan(plan, traced.graph, traced.cluster)
         if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
             _check_all_run(traced.graph)
+        _check_unchanged(traced.graph, schedule)
         return schedule
 
     advice = "give every rank the same model, description and device_info"
@@ -74,12 +75,29 @@ def _check_all_run(graph: ModelGraph) -> None:
     if graph.left_out:
         first = graph.left_out[0]
         what = f"ranks would wait for each other where one of them leaves out `{first}`"
-        got = f"{len(graph.left_out)} operators that only run if data decides so"
+        got = f"{len(graph.left_out)} operators that only run if data or random numbers decide so"
         advice = (
-            "run each on no rows where nothing chooses it (for expert in self.experts: expert(x[rows])), or replicate "
-            "everything: description={'pins': ['*=replicate']}, find_unused_parameters=True"
+            "run each on no rows where nothing chooses it (for expert in self.experts: expert(x[rows])), leave "
+            "out none at random (layerdrop=0) or multiply what a layer adds by 0, or replicate everything: "
+            "description={'pins': ['*=replicate']}, find_unused_parameters=True"
         )
         raise OsdpError(what, got=got, expected="the same operators on every rank", advice=advice)
+
+
+def _check_unchanged(graph: ModelGraph, schedule: Schedule) -> None:
+    """Raise OsdpError if a forward changes parameters of which it gets copies."""
+    copied = {one.path for unit in schedule.units if not unit.is_plain for one in unit.parameters}
+    written = [name for name in graph.written if name in copied and not schedule.by_ddp]
+    if written:
+        names = ", ".join(f"`{name}`" for name in written[:3])
+        raise OsdpError(
+            f"the forward changes parameters, which would be lost where they are sharded: {names}",
+            got=f"{len(written)} parameters that the forward writes into, or whose .data it sets",
+            expected="a forward that reads its parameters",
+            advice="change model.parameters() after optimizer.step(), under torch.no_grad(), or compute with a changed "
+            "copy (torch.nn.utils.parametrize), or keep what is not trained in a buffer, or replicate everything: "
+            "description={'pins': ['*=replicate']}",
+        )
 
 
 def _trace(model: Model, description: Described, device_info: DeviceInfo, example_inputs: ExampleInputs) -> _Traced:

@@ -391,6 +391,8 @@ class ModelGraph:
     """Buffers, which every rank holds whole, as parameters that are not trained."""
     left_out: tuple[str, ...] = ()
     """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
+    written: tuple[str, ...] = ()
+    """Parameters that the forward changes; it does so to what is gathered, where they are sharded."""
     uncalled: tuple[str, ...] = ()
     """Paths of modules that share parameters with modules that run, and never run themselves."""
 

@@ -30,7 +30,7 @@ from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
 from runtime.own_gpu import own_gpu
 from runtime.parameter_places import registered_buffers
-from runtime.replaced_parameters import refuse_reads, replace_references
+from runtime.replaced_parameters import check_gradient_hooks, refuse_reads, replace_references
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp, unsharded
@@ -71,6 +71,7 @@ def apply_schedule(
     for wrapping in dict.fromkeys(_wrapping(unit, schedule) for unit in schedule.units):
         if hasattr(wrapping, "substitute"):
             schedule = wrapping.substitute(schedule, meshes)
+    check_gradient_hooks(model, replicated=schedule.by_ddp)
     sharded = ShardedModel(model, schedule, device)
     originals = [weakref.ref(parameter) for parameter in model.parameters()]
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -19,6 +19,26 @@ from profiler.errors import OsdpError
 from profiler.plain_attributes import holding_parameters
 
 
+def check_gradient_hooks(model: nn.Module, *, replicated: bool) -> None:
+    """Raise OsdpError if a parameter that will be replaced has hooks of its gradient, which would be lost.
+
+    DistributedDataParallel (`replicated`) keeps the parameters that have data.
+    """
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        and (parameter.is_meta or not replicated)
+    ]
+    if hooked:
+        what = "hooks of gradients that parameters had before OSDP(...) would never be called"
+        advice = (
+            "register them afterwards, on model.parameters(), by register_post_accumulate_grad_hook, which sees the "
+        )
+        advice += "reduced gradient of this rank's part in .grad"
+        raise OsdpError(what, got=", ".join(hooked[:3]), expected="no hooks of gradients", advice=advice)
+
+
 class ReplacedParameter(nn.Parameter):
     """A parameter that is no longer a model's."""
 

@@ -23,6 +23,8 @@ class WrappedUnit:
     """Those whose forward gathers its parameters."""
     trained: Sequence[nn.Parameter] = ()
     """Those whose gradients `finish_gradients` completes."""
+    computing: Sequence[nn.Parameter] = ()
+    """Those of its parameters that modules compute with as they rest, so that autograd gives their gradients."""
     replicas: int = 1
     """Ranks that hold the same shards, besides those of a DTensor's mesh."""
     reduces_in_last_backward: bool = False

@@ -95,6 +95,10 @@ class DataDependent:
         self._imbalance = expert_imbalance
         self._repeats = 1
         self._alike = False
+        self._draws_at: float | None = None
+        self._drew = False
+        self.decides_by_draws = False
+        """Whether a pass has drawn, and read numbers of tensors that are known."""
         self.is_building = False
         """Whether the model is being built: constructors may compare weights, of which no trace knows the values."""
 
@@ -107,11 +111,13 @@ class DataDependent:
         finally:
             self.is_building = before
 
-    def begin(self, repeats: int, *, alike: bool = False) -> None:
+    def begin(self, repeats: int, *, alike: bool = False, draws_at: float | None = None) -> None:
         """Begin a pass whose micro-batch is `repeats` times the smallest.
 
         `alike`: not even, but as uneven as can be: all rows choose the first options.
+        `draws_at`: where in its range every draw is, from 0 to 1; None: spread evenly.
         """
+        self._draws_at = draws_at
         self.values.clear_memo()
         self._repeats = repeats
         self._alike = alike
@@ -157,10 +163,14 @@ class DataDependent:
         whole = not tensor.is_floating_point()
 
         def compute() -> Tensor:
-            even = (torch.arange(1, count // repeats + 1, dtype=torch.float64) * GOLDEN).frac().repeat(repeats)
+            if self._draws_at is not None:
+                even = torch.full((count,), self._draws_at, dtype=torch.float64)
+            else:
+                even = (torch.arange(1, count // repeats + 1, dtype=torch.float64) * GOLDEN).frac().repeat(repeats)
             drawn = (low + even * (high - low)).view(shape)
             return drawn.floor() if whole else drawn
 
+        self._drew = True
         self.values.assume(tensor, ("draws", low, high), compute)
 
     def fill(self, tensor: Tensor, value: float) -> None:
@@ -195,6 +205,7 @@ class DataDependent:
         found = self.values.computed(op, args, kwargs, tensors)
         if found is NotImplemented and op in _UNKNOWN:
             return _UNKNOWN[op](self, *args, **kwargs)
+        self.decides_by_draws |= self._drew and op is aten._local_scalar_dense.default
         return found
 
     def selected(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:

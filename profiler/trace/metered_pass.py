@@ -43,6 +43,8 @@ class Pass:
     """How much more the model holds on to than before it, in whatever place."""
     changed: Mapping[str, Sequence[BufferSite]]
     """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
+    written: Mapping[str, None]
+    """Names of the parameters that the forward changes."""
     leaves_nothing: bool
     """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
 
@@ -137,7 +139,9 @@ def run_pass(
     meter.ledger.hold(options.left)
     try:
         summed = _run_step(module, inputs, device, meter, options)
-    except (OsdpError, UnlikeError):
+    except (OsdpError, UnlikeError) as error:
+        for note in ("osdp_op", "osdp_path"):  # an op cannot be sent to other ranks
+            error.__dict__.pop(note, None)
         raise
     except Exception as error:
         raise explain_trace(source, _where(error, meter, options), error.__dict__.get("osdp_op"), error) from error
@@ -156,6 +160,7 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
         with torch.enable_grad(), hooks if saves_all else nullcontext():
             output = module(*inputs[0], **inputs[1])
+            meter.written.end_forward()
             loss, summed = find_loss(output) if trains(module) else (None, False)
         if loss is None:
             ledger.end_forward()
@@ -194,6 +199,7 @@ def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) 
         kept=still,
         growth_bytes=fresh_bytes - sum(one.bytes for one in left if one() is None),
         changed=meter.changed,
+        written=meter.written.names,
         leaves_nothing=leaves_nothing,
         summed_outputs=summed_outputs,
     )

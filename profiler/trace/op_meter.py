@@ -37,6 +37,7 @@ from profiler.trace.ops_that_import import OpRunner
 from profiler.trace.same_dtypes import check_dtypes
 from profiler.trace.shapes import META, Layouts, make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
+from profiler.trace.written_parameters import WrittenParameters
 
 
 class Known(NamedTuple):
@@ -116,6 +117,7 @@ class Meter(UncompiledMode):
         self._module, self._known_changes = module, changed
         self.changed: dict[str, tuple[BufferSite, ...]] = {}
         """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
+        self.written = WrittenParameters(module)
         self._normalized = set[int]()
         """Keys of storages of running statistics that kernels have changed, which their schemas do not say."""
         self._ops: dict[OpOverload, Op] = {}
@@ -330,6 +332,8 @@ class Meter(UncompiledMode):
             description.append(name)
             _read(arg, description, tensors)
         foreign = self._place(tensors)
+        if op.writes and not self.ledger.in_backward:
+            self.written.note(func, args, kwargs)
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
                 out = func(*args, **kwargs)

@@ -21,6 +21,7 @@ from profiler.trace.handover import NO_STAND_INS, UnlikeError
 from profiler.trace.live_storage import LiveStorage
 from profiler.trace.metered_pass import Pass, PassOptions, run_pass, trains
 from profiler.trace.op_meter import Memo
+from profiler.trace.random_draws import BELOW_ONE, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
 
@@ -70,6 +71,7 @@ def run_sizes(
     if device.data.assumptions:
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
+    skipped |= runner.may_skip
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
     return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures)
 
@@ -124,6 +126,12 @@ class _Runner:
         self._module = module
         self._source = source
         self._device = device
+        self.draws_at: float | None = None
+        """Where in its range every random number is that a forward decides by; None: spread, or as they come."""
+        self.decides_by_draws = False
+        """Whether a forward has drawn numbers in Python, or read some that it drew."""
+        self.may_skip = set[str]()
+        """Operators that run or do not as random numbers decide."""
         self._memo: Memo = {}
         self._replay: Replay | None = None
         self._repeated = frozenset[str]()
@@ -137,6 +145,8 @@ class _Runner:
         """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
         before = state_of(self._module)
         found = trial = self._run(size)
+        if self.decides_by_draws:
+            found = trial = self._decide_alike(found, size)
         if can_be_finer and self._device.data.finer > 1:
             self.finer = self._device.data.finer
             found = trial = self._run(size)
@@ -152,6 +162,23 @@ class _Runner:
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
         return found
+
+    def _decide_alike(self, drawn: Pass, size: int) -> Pass:
+        """Have random numbers be at the end of their range at which most runs, if that makes a difference."""
+        at: dict[float | None, Pass] = {None: drawn}
+        ran = [self.names(drawn)]
+        for self.draws_at in (0.0, BELOW_ONE):
+            try:
+                at[self.draws_at] = self._run(size)
+                ran.append(self.names(at[self.draws_at]))
+            except OsdpError:  # as without any layer, and so without gradients
+                ran.append(set())
+        self.may_skip = set().union(*ran) - ran[0].intersection(*ran)
+        if not self.may_skip:
+            self.draws_at = None
+        else:
+            self.draws_at = max(at, key=lambda end: len(at[end].calls))
+        return at[self.draws_at]
 
     def run(
         self, size: int, kept: Pass | None = None, how: Recompute = Recompute.NOTHING, bounded: Pass | None = None
@@ -215,7 +242,7 @@ class _Runner:
         self, size: int, kept: Pass | None, replay: Replay | None, how: Recompute, bounded: Pass | None, *, alike: bool
     ) -> Pass:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
-        device.data.begin(max(1, size // SIZES[0]), alike=alike)
+        device.data.begin(max(1, size // SIZES[0]), alike=alike, draws_at=self.draws_at)
         with explained_inputs(self._source.name):
             inputs = feed(lambda: self._source.example_inputs(module, samples), device)
         charges = None
@@ -233,7 +260,9 @@ class _Runner:
             changed=self._changed,
             left=self._left,
         )
-        found = run_pass(self._source, module, inputs, device, options)
+        with python_draws(self.draws_at) as draws:
+            found = run_pass(self._source, module, inputs, device, options)
+        self.decides_by_draws |= draws.drew or device.data.decides_by_draws
         self._left = found.kept
         return found
 

@@ -119,7 +119,9 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
     passes = run.passes, run.recomputed, run.selective, run.apart
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
-    notes = list(device.data.assumptions)
+    notes, written = list(device.data.assumptions), tuple(next(iter(run.passes.values())).written)
+    if written:
+        notes.append(f"the forward changes parameters, which trains right only under *=replicate: {', '.join(written)}")
     recurrent = [path for path, part in module.named_modules() if isinstance(part, nn.RNNBase)]
     if recurrent and settings.device_type == "cuda":
         notes.append(
@@ -132,10 +134,12 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
     if skipped:
         names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
         notes.append(
-            f"left out of the forward of a rank on which nothing chooses them, so that several ranks cannot run "
-            f"this model: {names}; run each on no rows there instead"
+            f"left out of the forward of a rank on which nothing chooses them, or random numbers decide so; several "
+            f"ranks cannot run this model: {names}; run each on no rows there, or multiply what it adds by 0, instead"
         )
-    return replace(graph, notes=(*graph.notes, *notes), left_out=skipped, master_weights=master_weights)
+    return replace(
+        graph, notes=(*graph.notes, *notes), left_out=skipped, written=written, master_weights=master_weights
+    )
 
 
 def _per_sample(part: Any, samples: int) -> Any:

@@ -74,6 +74,8 @@ def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
             "cast one to the dtype of the other, as in `buffer.to(x.dtype)`: under bf16 parameters and inputs of "
             "modules are cast, and buffers stay as they are"
         )
+    if op is not None and "sparse" in op._opname:
+        return "make gradients dense, as in nn.Embedding(..., sparse=False): sharded ones are reduced as dense tensors"
     shown = f"`{op.namespace}::{op._opname}`" if op is not None else "the op"
     looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and DATA_TAGS & set(op.tags))
     if looks_at_data or "cannot be called on meta tensors" in str(error):

@@ -134,7 +134,7 @@ class Accumulation:
             return self.infer(self.sharded.module, *args, **kwargs)
         if self._in_backward:
             self.discard()
-        check_hooks(self)
+        check_hooks(self.sharded)
         self.sharded.reshard()  # the last forward's backward may never have come, and values have changed
         postponed = self._postpones
         with naming_sharded_parameters():

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.sharded_model import ShardedModel
 from runtime.step.torch_clipping import ShardedGradients
 from runtime.torch_compat import before_backward
 
@@ -25,17 +26,17 @@ def watch_gradients(model: ShardedGradients) -> None:
     _watch()
 
 
-def check_hooks(model: ShardedGradients) -> None:
+def check_hooks(model: ShardedModel) -> None:
     """Raise OsdpError if somebody waits for gradients that sharded parameters do not get from autograd."""
-    hooked = [
-        shard.name
-        for shard in model.local_shards
-        if isinstance(shard.parameter, DTensor) and shard.parameter._backward_hooks
-    ]
+    hooked = [shard for shard in model.local_shards if shard.parameter._backward_hooks]
+    if hooked:
+        computing = {id(parameter) for unit in model.units for parameter in unit.computing}
+        hooked = [shard for shard in hooked if id(shard.parameter) not in computing]
     if hooked:
         what = "register_hook on a sharded parameter would never be called"
         advice = "use register_post_accumulate_grad_hook, which sees the reduced gradient of this rank's part in .grad"
-        raise OsdpError(what, got=", ".join(hooked[:3]), expected="no hooks of gradients", advice=advice)
+        names = ", ".join(shard.name for shard in hooked[:3])
+        raise OsdpError(what, got=names, expected="no hooks of gradients", advice=advice)
 
 
 @cache

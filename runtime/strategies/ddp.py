@@ -86,7 +86,7 @@ class ReplicatedModel(WrappedUnit):
 
     def __init__(self, context: WrapContext) -> None:
         self.device, self.find_unused_parameters = context.device, context.find_unused_parameters
-        self.parameters = [one for one in context.model.parameters() if _can_be_trained(one)]
+        self.parameters = self.computing = [one for one in context.model.parameters() if _can_be_trained(one)]
         self.buckets = _buckets(reversed(self.parameters))
         self.overlaps = self.is_last = False
         self.came: list[nn.Parameter] = []

@@ -30,7 +30,7 @@ class UnshardedParameters(WrappedUnit):
         for parameter in parameters:
             if parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
-        self.parameters = parameters
+        self.parameters = self.computing = parameters
         self.is_reduced_by_ddp = context.schedule.by_ddp
         context.ignored.update(parameters)
 

@@ -1,4 +1,7 @@
-"""Parameters that more than their modules hold, or whose memory is not row-major, train as in one process."""
+"""Parameters that more than their modules hold, change or hook, and those whose memory is not row-major.
+
+They train as in one process, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -110,3 +113,63 @@ def refused(rank: int) -> None:
 def test_reading_what_only_a_function_holds_is_refused() -> None:
     """It would train apart from what is sharded."""
     run_ranks(refused, 2)
+
+
+class Clamped(Listed):
+    """Clamps a weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.decayed[0].shape  # noqa: B018
+            self.layers[0].weight.clamp_(-0.1, 0.1)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def halved(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+class Hooked(Listed):
+    """Halves the gradient of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight.register_hook(halved)
+
+
+def wrapped(build: Any, strategy: str) -> OSDP:
+    torch.manual_seed(0)
+    return OSDP(build, {"pins": [f"*={strategy}"]}, example_inputs=lambda batch: torch.randn(batch, 16))
+
+
+def only_replicated(rank: int) -> dict[str, list[float]]:
+    """Changes and hooks are kept where modules compute with the parameters themselves, and else refused."""
+    for strategy in ("shard", "owner"):
+        with pytest.raises(OsdpError, match="the forward changes parameters"):
+            wrapped(Clamped(), strategy)
+        for build in (Hooked(), Hooked):
+            with pytest.raises(OsdpError, match="hooks of gradients"):
+                wrapped(build, strategy)
+        model = wrapped(Listed(), strategy)
+        model.module.layers[0].weight.register_hook(halved)
+        with pytest.raises(OsdpError, match="register_hook on a sharded parameter"):
+            model(torch.randn(4, 16))
+    with pytest.raises(OsdpError, match="hooks of gradients"):
+        wrapped(Hooked, "replicate")
+    found = {}
+    for kind in (Clamped, Hooked):
+        torch.manual_seed(0)
+        model = wrapped(kind(), "replicate")
+        found[kind.__name__] = losses(model, model.groups())
+    return found
+
+
+def test_changes_and_hooks_are_kept_or_refused() -> None:
+    expected = {}
+    for kind in (Clamped, Hooked):
+        torch.manual_seed(0)
+        alone = kind()
+        expected[kind.__name__] = losses(alone, alone.groups())
+    for found in run_ranks(only_replicated, 2):
+        for name, values in found.items():
+            assert values == pytest.approx(expected[name], rel=1e-5), name

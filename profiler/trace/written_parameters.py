@@ -1,0 +1,36 @@
+"""Which parameters a forward changes: where they are sharded, it changes what is gathered, and that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+
+class WrittenParameters:
+    """The parameters of a module that its forward writes into, or whose `.data` it sets."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: dict[str, None] = {}
+        self._module = module
+        self._names = {one.untyped_storage()._cdata: name for name, one in module.named_parameters()}
+        """By key of the storage."""
+
+    def note(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what an op writes into."""
+        arguments = op._schema.arguments
+        given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
+        for one in arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                for written in tree_leaves(given.get(one.name)):
+                    if isinstance(written, Tensor) and (name := self._names.get(written.untyped_storage()._cdata)):
+                        self.names[name] = None
+
+    def end_forward(self) -> None:
+        """Note the parameters that have other data than before."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.untyped_storage()._cdata not in self._names:
+                self.names[name] = None

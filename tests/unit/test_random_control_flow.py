@@ -1,0 +1,87 @@
+"""Forwards that random numbers steer: the trace says what may be left out, and has the pass in which most runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from osdp.models.user_factory import source_of
+from profiler.model_graph import ModelGraph
+from profiler.trace.trace import trace_model
+
+KEPT = 0.7
+"""Probability of a layer to run."""
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random.random": lambda: random.random() < KEPT,
+    "random.uniform": lambda: random.uniform(-1, 1) < 2 * KEPT - 1,
+    "numpy.rand": lambda: np.random.rand() < KEPT,
+    "numpy.uniform": lambda: np.random.uniform(0, 1) < KEPT,
+    "numpy.rand(1)": lambda: np.random.rand(1)[0] < KEPT,
+    "torch.rand": lambda: torch.rand([]) < KEPT,
+    "torch.rand, item": lambda: torch.rand(1).item() < KEPT,
+    "torch.randint": lambda: torch.randint(0, 10, (1,)).item() < 10 * KEPT,
+    "kept where high": lambda: random.random() > 1 - KEPT,
+}
+LAYERS = 4
+
+
+class Dropping(nn.Module):
+    """Layers of which each runs or not; the last always does."""
+
+    def __init__(self, keeps: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
+        self.head = nn.Linear(8, 8)
+        self.keeps = keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.keeps():
+                x = x + layer(x)
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+def traced(keeps: Callable[[], Any]) -> ModelGraph:
+    return trace_model(source_of(lambda: Dropping(keeps), "dropping", None, lambda n: torch.randn(n, 8)))
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+def test_layers_that_are_left_out_at_random(draws: str) -> None:
+    state = random.getstate(), np.random.get_state()[2]
+    graph = traced(DRAWS[draws])
+    assert (random.getstate(), np.random.get_state()[2]) == state
+    layers = {f"layers.{layer}.{part}" for layer in range(LAYERS) for part in (0, 2)}
+    assert set(graph.left_out) == layers
+    assert len(graph.calls) == len(layers) + 1
+    assert any("random numbers decide" in note for note in graph.notes)
+    for one, other in zip(graph.calls, traced(lambda: True).calls, strict=True):
+        assert one.saved_bytes == other.saved_bytes
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: random.random() >= 0, lambda: torch.rand([]) >= 0.0, lambda: bool(random.sample(range(9), 3))]
+)
+def test_draws_that_decide_nothing(draw: Callable[[], Any]) -> None:
+    """As where a layer is dropped with probability 0."""
+    graph = traced(draw)
+    assert graph.left_out == ()
+    assert len(graph.calls) == 2 * LAYERS + 1
+
+
+def test_noise_decides_nothing() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.rand_like(x) < KEPT
+            return (self.layer(x) * mask + random.random()).sum()
+
+    assert trace_model(source_of(Noisy, "noisy", None, lambda n: torch.randn(n, 8))).left_out == ()
