@@ -136,6 +136,17 @@ class ChainBound:
         past a stage that reduces nothing."""
         return [self._held(*place) for place in self._places(event)]
 
+    def near_memory(self, event: MemoryEvent) -> list[tuple[int, Array]]:
+        """Return the stages near that of a moment in the backward, and what `memory` says of them."""
+        assert event.stage is not None
+        near = range(max(0, event.stage - FAR_ABOVE + 1), event.stage + FAR_ABOVE)
+        classes = self.candidates.stage_classes
+        return [(i, self._held(classes[i], i - event.stage, event.sees, False)) for i in near if i < len(classes)]
+
+    def far_memory(self, relation: int) -> list[Array]:
+        """Return what `memory` says of each stage at moments in the backward of stages far below or above it."""
+        return [self._held(stage_class, relation, None, False) for stage_class in self.candidates.stage_classes]
+
     def stage_bytes(self, event: MemoryEvent) -> list[StageBytes]:
         """Return, for each stage, the bytes of each option at a moment."""
         rows = [self._free(*place) for place in self._places(event)]
