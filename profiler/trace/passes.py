@@ -171,7 +171,9 @@ class _Runner:
             try:
                 at[self.draws_at] = self._run(size)
                 ran.append(self.names(at[self.draws_at]))
-            except OsdpError:  # as without any layer, and so without gradients
+            except ModelError:  # no such number may ever be drawn, or a size that goes by it would be 0
+                continue
+            except OsdpError:  # there is no layer left that gets gradients
                 ran.append(set())
         self.may_skip = set().union(*ran) - ran[0].intersection(*ran)
         if not self.may_skip:

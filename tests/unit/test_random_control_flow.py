@@ -74,6 +74,38 @@ def test_draws_that_decide_nothing(draw: Callable[[], Any]) -> None:
     assert len(graph.calls) == 2 * LAYERS + 1
 
 
+def test_a_size_that_is_drawn_decides_nothing() -> None:
+    """Even if the model does not run with the smallest one."""
+
+    class Cropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            length = int(9 * random.random())
+            if not length:
+                raise ValueError("nothing is left")
+            return self.layer(x)[:, :length].sum()  # type: ignore[no-any-return]
+
+    graph = trace_model(source_of(Cropping, "cropping", None, lambda n: torch.randn(n, 8)))
+    assert graph.left_out == ()
+
+
+def test_layers_that_may_all_be_left_out() -> None:
+    """Without any the loss has no gradient."""
+
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) if torch.rand([]) < KEPT else x).sum()  # type: ignore[no-any-return]
+
+    assert trace_model(source_of(Single, "single", None, lambda n: torch.randn(n, 8))).left_out == ("layer",)
+
+
 def test_noise_decides_nothing() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
