@@ -26,7 +26,7 @@ def check_memory(model: str, root: nn.Module) -> None:
     """Raise OsdpError if a parameter shares elements with another parameter or with a buffer."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-        if _is_strided(tensor) and tensor.numel():
+        if has_strides(tensor) and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     for tensors in by_storage.values():
         beside: list[tuple[str, Tensor]] = []
@@ -52,7 +52,7 @@ def _refusal(model: str, tensors: Mapping[str, Tensor]) -> OsdpError:
     )
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def has_strides(tensor: Tensor) -> bool:
     """Return whether strides tell which elements of its storage a tensor has."""
     of_others = is_opaque(tensor) or is_traceable_wrapper_subclass(tensor)
     return not of_others and not isinstance(tensor, _WITHOUT_SHAPE) and tensor.layout is torch.strided
@@ -63,6 +63,12 @@ def _range_bytes(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors with one storage have an element in common."""
+    (start, end), (other_start, other_end) = _range_bytes(one), _range_bytes(other)
+    return start < other_end and other_start < end and _share_elements(one, other)
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:

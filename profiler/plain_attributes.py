@@ -1,22 +1,41 @@
-"""Parameters that modules keep in lists and other plain attributes, beside where they are registered."""
+"""Tensors that modules keep in lists and other plain attributes, beside what they register."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold what is registered, and hooks."""
 
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that have its values."""
+_ABOUT = {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size}
+_ABOUT |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__hash__, Tensor.__len__}
+"""Methods that tell of a tensor and not what is in it."""
+
+
+def reads_values(func: Any) -> bool:
+    """Return whether a function of PyTorch, as `__torch_function__` gets it, reads what is in tensors."""
+    of_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+    return func.__self__.__name__ in _VIEWS if of_attribute else func not in _ABOUT
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of a module that are, or contain, tensors, and what they hold; tensors come first."""
+    own = [item for item in vars(module).items() if item[0] not in _OF_MODULES]
+    yield from (item for item in own if isinstance(item[1], Tensor))
+    for key, value in own:
+        if isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            yield key, value
+
 
 def holding_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes of a module that are, or contain, parameters, and what they hold."""
-    for key, value in vars(module).items():
-        if key in _OF_MODULES or not isinstance(value, (list, tuple, dict, nn.Parameter)):
-            continue
+    for key, value in plain_attributes(module):
         if key == "_flat_weights" and isinstance(module, nn.RNNBase):  # which follows what is registered
             continue
         if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(value)):

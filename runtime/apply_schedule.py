@@ -23,6 +23,7 @@ from torch import nn
 
 import runtime.strategies
 from profiler.alias_outputs import return_no_views, wrappable
+from profiler.computed_attributes import forget_computed
 from profiler.errors import OsdpError
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
@@ -73,6 +74,7 @@ def apply_schedule(
             schedule = wrapping.substitute(schedule, meshes)
     check_gradient_hooks(model, replicated=schedule.by_ddp)
     sharded = ShardedModel(model, schedule, device)
+    forget_computed(model, device)  # it holds whole parameters
     originals = [weakref.ref(parameter) for parameter in model.parameters()]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for split in schedule.splits:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import profiler
+from profiler.computed_attributes import stand_ins
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 from profiler.opaque_parameters import is_opaque, rebuilt
@@ -126,13 +127,16 @@ def source_of(model: Model, name: str, sequence_length: int | None, example_inpu
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are empty ones on the current default device; there, buffers are copied."""
+    """Return a copy whose parameters are empty ones on the current default device; there, buffers are copied.
+
+    What was computed of parameters is not in it: a tensor with a history could not be copied.
+    """
     from torch.distributed.fsdp import FSDPModule  # here, as it takes long to import
 
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise OsdpError("the model is sharded already", advice="build it again for another plan")
     check_memory(type(module).__name__, module)
-    empty_of: dict[int, Any] = {}
+    empty_of: dict[int, Any] = {**stand_ins(module, torch.empty(0).device)}
     for name, parameter in module.named_parameters():
         empty_of[id(parameter)] = (
             rebuilt(name, parameter, _empty)

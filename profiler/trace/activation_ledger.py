@@ -180,6 +180,8 @@ class Ledger:
         self._pins: list[torch.UntypedStorage] = []
         self._held = set[int]()
         """Keys of the storages that earlier steps left."""
+        self._charged: dict[int, list[tuple[CallRecord, str, Charge]]] = {}
+        """By `id` of a storage: to which calls it was charged, as what, and how much."""
         self._tail: list[tuple[int, int]] = []
         """Numbers of the events after the last block, and the live bytes of each."""
         self._released: list[LiveStorage] = []
@@ -255,17 +257,18 @@ class Ledger:
                 again = kept
             for index in kept:
                 if storage() is None:
-                    self.calls[index].shared += storage.charge
+                    self._charge_to(index, "shared", storage, storage.charge)
                     self.calls[index].sharers |= {*takers}
                 else:
-                    self.calls[index].saved += storage.charge
+                    self._charge_to(index, "saved", storage, storage.charge)
                     if storage.is_product and self.calls[storage.producer].block == self.calls[index].block:
-                        self.calls[index].retaken += storage.charge
+                        self._charge_to(index, "retaken", storage, storage.charge)
             is_held = not kept and storage.died_at in (None, self._marks)
             for index in again:
-                self.calls[index].recomputed += replace(storage.charge, held=storage.bytes if is_held else 0)
+                held = replace(storage.charge, held=storage.bytes if is_held else 0)
+                self._charge_to(index, "recomputed", storage, held)
             if storage.kept_by != NOBODY and None not in storage.savers and not storage.taken_by:
-                self.calls[storage.kept_by].kept += storage.charge
+                self._charge_to(storage.kept_by, "kept", storage, storage.charge)
         for number, execution in enumerate(self.executions):
             if execution.saves and number in first:
                 self.calls[first[number]].recomputed += execution.changed
@@ -276,14 +279,34 @@ class Ledger:
                 call.recomputed += Charge(held=storage.bytes)
                 call.kept += Charge(held=-storage.bytes)
 
-    def finish(self, recomputed: Sequence[Charge] | None = None) -> None:
-        """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`."""
+    def _charge_to(self, index: int, kind: str, storage: LiveStorage, charge: Charge) -> None:
+        call = self.calls[index]
+        setattr(call, kind, getattr(call, kind) + charge)
+        self._charged.setdefault(id(storage), []).append((call, kind, charge))
+
+    def _counted_apart(self, tensors: Iterable[Tensor]) -> Charge:
+        """Return what the storages of tensors take, and charge it to no call."""
+        total = NO_CHARGE
+        for storage in self.storages_of([*tensors]):
+            total += storage.charge
+            for call, kind, charge in self._charged.pop(id(storage), ()):
+                setattr(call, kind, getattr(call, kind) - charge)
+        return total
+
+    def finish(self, recomputed: Sequence[Charge] | None = None, apart: Iterable[Tensor] = ()) -> None:
+        """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`.
+
+        Nor do events have what is counted `apart`, as it is there throughout every step.
+        """
         self._end()
+        lasting = self._counted_apart(apart)
+        for call in () if self.in_backward else self.calls:
+            call.output -= lasting.bytes
         self.calls[0].ended = self._bytes  # when all backward is over, if that of others is over later
         charges = [call.saved for call in self.calls]
         if recomputed is not None:
             charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=False)]
-        before = [*accumulate(charges, initial=NO_CHARGE)]
+        before = [*accumulate(charges, initial=lasting)]
         first = {call.block: index for index, call in reversed(list(enumerate(self.calls)))}
         for base, call in zip(before, self.calls, strict=False):
             call.forward.rebase(base, in_forward=True)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
@@ -296,15 +296,17 @@ def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Param
 def _buffers(module: nn.Module) -> tuple[Parameter, ...]:
     """Return the storages of a module's buffers, each once, under the name of a buffer that has it."""
     storages = {buffer.untyped_storage()._cdata: (name, buffer) for name, buffer in module.named_buffers()}
-    return tuple(
-        Parameter(
-            name,
-            (buffer.untyped_storage().nbytes() // buffer.element_size(),),
-            trainable=False,
-            dtype=str(buffer.dtype).removeprefix("torch."),
-            keeps_dtype=True,
-        )
-        for name, buffer in storages.values()
+    return tuple(buffer_of(name, buffer) for name, buffer in storages.values())
+
+
+def buffer_of(name: str, tensor: Tensor) -> Parameter:
+    """Return the storage of a tensor that every rank holds whole, as a parameter that is not trained."""
+    return Parameter(
+        name,
+        (tensor.untyped_storage().nbytes() // tensor.element_size(),),
+        trainable=False,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        keeps_dtype=True,
     )
 
 

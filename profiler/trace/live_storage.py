@@ -25,6 +25,9 @@ class Charge:
     def __add__(self, other: Charge) -> Charge:
         return Charge(self.bytes + other.bytes, self.waste + other.waste, self.held + other.held)
 
+    def __sub__(self, other: Charge) -> Charge:
+        return Charge(self.bytes - other.bytes, self.waste - other.waste, self.held - other.held)
+
 
 NO_CHARGE = Charge()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from profiler.computed_attributes import ComputedAttribute, values_of
 from profiler.errors import OsdpError
 from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
@@ -111,6 +112,8 @@ class PassOptions:
     """By block: buffers that its forward changes, of which it holds copies if it is recomputed."""
     left: Sequence[LiveStorage] = ()
     """What earlier steps have left, which is live until the model lets go of it."""
+    computed: Sequence[ComputedAttribute] = ()
+    """Attributes that hooks compute, which hold as much from step to step."""
 
 
 def run_pass(
@@ -170,7 +173,7 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
             ledger.turn(loss)
             loss.backward()  # type: ignore[no-untyped-call]
         meter.finish()
-        ledger.finish(options.charges)
+        ledger.finish(options.charges, [tensor for _, tensor in values_of(options.computed)])
     return summed
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
 from profiler.mixed_precision import inputs_cast
 from profiler.model_graph import Recompute
@@ -49,11 +50,16 @@ class Runs:
 
 
 def run_sizes(
-    module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice, sizes: Sequence[int]
+    module: nn.Module,
+    source: ModelSource,
+    groups: Sequence[Group],
+    device: DatalessDevice,
+    sizes: Sequence[int],
+    computed: Sequence[ComputedAttribute] = (),
 ) -> Runs:
-    """Run a pass per micro-batch."""
+    """Run a pass per micro-batch, of a module with attributes that hooks have `computed`."""
     first, *others = sizes
-    runner = _Runner(module, source, groups, device)
+    runner = _Runner(module, source, groups, device, computed)
     passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
@@ -119,8 +125,16 @@ def _run_apart(runner: _Runner, bounded: Recomputed) -> Recomputed:
 class _Runner:
     """Runs passes of a module; from the first on, blocks that are alike are replayed."""
 
-    def __init__(self, module: nn.Module, source: ModelSource, groups: Sequence[Group], device: DatalessDevice) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        source: ModelSource,
+        groups: Sequence[Group],
+        device: DatalessDevice,
+        computed: Sequence[ComputedAttribute],
+    ) -> None:
         self.groups = groups
+        self._computed = computed
         self.blocks = find_blocks(module)
         self.finer = 1
         self._module = module
@@ -261,6 +275,7 @@ class _Runner:
             bounded=() if bounded is None else bounded.executions,
             changed=self._changed,
             left=self._left,
+            computed=self._computed,
         )
         with python_draws(self.draws_at) as draws:
             found = run_pass(self._source, module, inputs, device, options)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from profiler.alias_outputs import outputs_aliased
+from profiler.computed_attributes import computed_by_hooks, computed_forgotten, values_of
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
@@ -24,12 +25,13 @@ from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
 from profiler.parameter_memory import check_memory
 from profiler.trace.affine_fit import SIZES, StepsError
-from profiler.trace.build_graph import assemble
+from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import find_groups, held_whole
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
+from profiler.trace.registered_parameters import parameters_stay
 from profiler.trace.trace_errors import ModelError, explained, more_telling
 from profiler.trace.unregistered_reads import refused_unregistered
 
@@ -102,20 +104,24 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         "if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
         'or in `with torch.device("cpu")`, or after OSDP has wrapped the module'
     )
-    with device_kernels(settings.device_type, device.torch_device.type):
+    with device_kernels(settings.device_type, device.torch_device.type), ExitStack() as until_traced:
         with explained(what, expected, advice):
             with making(device):
                 module = source.build()
             _check_module(source.name, module)
             check_memory(source.name, module)
+            until_traced.enter_context(computed_forgotten(module, device.torch_device))
             rested = resting_dtypes(module, precision, master_weights)
             found = find_groups(module, {name: one.rest for name, one in rested.items()})
             rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
+        computed = computed_by_hooks(module)
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         watched = refused_unregistered(source.name, module)
+        until_traced.enter_context(parameters_stay(source.name, module))
         with watched, mode, outputs_aliased(module), inputs_cast(module, precision):
-            run = run_sizes(module, source, found, device, sizes)
+            run = run_sizes(module, source, found, device, sizes, computed)
+            kept = tuple(buffer_of(name, tensor) for name, tensor in values_of(computed))
     passes = run.passes, run.recomputed, run.selective, run.apart
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
@@ -137,9 +143,8 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             f"left out of the forward of a rank on which nothing chooses them, or random numbers decide so; several "
             f"ranks cannot run this model: {names}; run each on no rows there, or multiply what it adds by 0, instead"
         )
-    return replace(
-        graph, notes=(*graph.notes, *notes), left_out=skipped, written=written, master_weights=master_weights
-    )
+    graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
+    return replace(graph, left_out=skipped, written=written, master_weights=master_weights)
 
 
 def _per_sample(part: Any, samples: int) -> Any:

@@ -12,18 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from profiler.errors import OsdpError
 from profiler.opaque_parameters import is_opaque
-from profiler.plain_attributes import holding_parameters
-
-_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that have its values."""
-_ABOUT = {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size}
-_ABOUT |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__hash__, Tensor.__len__}
-"""Methods that tell of a tensor and not what is in it."""
+from profiler.plain_attributes import holding_parameters, reads_values
 
 
 class _StandIn(nn.Parameter):
@@ -38,8 +32,7 @@ class _StandIn(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        of_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
-        is_read = func.__self__.__name__ in _VIEWS if of_attribute else func not in _ABOUT
+        is_read = reads_values(func)
 
         def passed_on(leaf: Any) -> Any:
             if not isinstance(leaf, _StandIn):

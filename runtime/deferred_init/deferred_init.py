@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from profiler.computed_attributes import forget_computed
 from profiler.errors import OsdpError
 from runtime.deferred_init.op_recorder import OpRecorder
 from runtime.deferred_init.op_tape import Ref, Tape
@@ -49,7 +50,8 @@ def record(build: Callable[[], nn.Module]) -> Recording:
 
     Whatever device the factory asks for, the values are made on the CPU. Tensors with data that it
     brings along are constants; one that shares its memory with NumPy must stay as it is until the
-    replay. Plain tensor attributes, which are neither parameters nor buffers, get their values at once.
+    replay. Plain tensor attributes, which are neither parameters nor buffers, get their values at once;
+    those that were computed of parameters get none (`profiler.computed_attributes`).
 
     A factory that puts the whole model on the meta device itself gets what `reset` gives.
 
@@ -62,6 +64,7 @@ def record(build: Callable[[], nn.Module]) -> Recording:
     parameters = [parameter.detach() for parameter in module.parameters()]
     if parameters and all(tensor.is_meta and not recorder.knows(tensor) for tensor in parameters):
         return _record_reset(module)  # the factory left it empty
+    forget_computed(module, torch.device("cpu"))
     _without_data(module, recorder)
     _fill_attributes(module, recorder)
     return Recording(module, recorder.tape, _finals(module, recorder))

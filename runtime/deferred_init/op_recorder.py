@@ -184,6 +184,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return func(*meta_args, **meta_kwargs)
         except (NotImplementedError, RuntimeError) as error:
+            if func is _aten.index.Tensor:  # how many elements masks select depends on nothing else
+                values = [None if one is None else self.value(one, str(func)) for one in args[1]]
+                return func(meta_args[0], [None if one is None else one.to(META) for one in _without_masks(values)])
             if _LOOKS_AT_DATA & set(func.tags) and not func._schema.is_mutable:
                 real = tree_map_only(Tensor, lambda tensor: self.value(tensor, str(func)), (list(args), kwargs))
                 return func(*real[0], **real[1])
@@ -239,6 +242,14 @@ def _changed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
     values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return tensors_of([values.get(name) for name in written])
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the indices of an indexing op, with those that masks select in their place."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        found += [index] if index is None or index.dtype not in (torch.bool, torch.uint8) else index.nonzero().unbind(1)
+    return found
 
 
 def _covers(ref: Ref, storage: torch.UntypedStorage) -> bool:

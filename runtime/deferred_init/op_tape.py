@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runtime.deferred_init.random_streams import Draw, RandomReplay
 
+_BY_SHAPE = {getattr(torch.ops.aten, f"{name}_like").default for name in ("zeros", "ones", "full")}
+"""Ops whose result depends on the shape of what they are given, and not on what is in it."""
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -119,7 +122,8 @@ class Tape:
             if needed & step.writes:
                 if step.draw:
                     return None
-                needed = (needed - step.overwrites) | step.reads
+                read = frozenset[int]() if step.call in _BY_SHAPE else step.reads
+                needed = (needed - step.overwrites) | read
                 chosen.append(step)
         memory = Memory(self)
         for step in reversed(chosen):

@@ -35,6 +35,7 @@ SHARED = frozenset(
     f"profiler.{name}"
     for name in (
         "alias_outputs",
+        "computed_attributes",
         "loss_storage",
         "mixed_precision",
         "opaque_parameters",
