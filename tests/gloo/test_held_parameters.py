@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import some
 from torch import Tensor, nn
 
 from osdp.api import OSDP
 from profiler.errors import OsdpError
 
-STRATEGIES = ("replicate", "shard", "owner", "odc:2")
+CASES = (
+    ("shard", "module"),
+    ("shard", "factory"),
+    *some([("replicate", "factory"), ("replicate", "module"), ("owner", "module"), ("owner", "factory")], 2),
+    *some([("odc:2", "factory"), ("odc:2", "module")], 2),
+)
 
 
 class Images(nn.Module):
@@ -83,12 +89,10 @@ def losses(model: nn.Module, groups: Iterable[Any]) -> list[float]:
 
 def train(rank: int, build: Callable[[], nn.Module]) -> dict[str, list[float]]:
     found = {}
-    for strategy in STRATEGIES:
-        for how in ("module", "factory"):
-            torch.manual_seed(0)
-            given = build() if how == "module" else build
-            model = OSDP(given, {"pins": [f"*={strategy}"]}, example_inputs=lambda batch: torch.randn(batch, 16))
-            found[f"{strategy} {how}"] = losses(model, model.groups())
+    for strategy, how in CASES:
+        torch.manual_seed(0)
+        model = wrapped(build() if how == "module" else build, strategy)
+        found[f"{strategy} {how}"] = losses(model, model.groups())
     return found
 
 
