@@ -7,6 +7,8 @@ raise its error, and none waits for it.
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from osdp.description import Described, read_description
 from osdp.models.user_factory import ExampleInputs, Model, source_of
 from osdp.planning.allocator_headroom import default_headroom, roomier_headroom
@@ -19,8 +21,10 @@ from planner.plan import Plan, check_parameters
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
+from profiler.parameter_memory import shared_memory
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
+from runtime.deferred_init.deferred_init import is_meta
 from runtime.failures.rank_agreement import Agreement, agree, from_rank_0
 from runtime.meshes import check_process_group, check_world
 from runtime.schedule import Schedule
@@ -64,6 +68,7 @@ def prepare(
         if not (schedule.world_size == 1 or (schedule.by_ddp and find_unused_parameters)):
             _check_all_run(traced.graph)
         _check_unchanged(traced.graph, schedule)
+        _check_held(traced.graph, schedule, model)
         return schedule
 
     advice = "give every rank the same model, description and device_info"
@@ -91,11 +96,28 @@ def _check_unchanged(graph: ModelGraph, schedule: Schedule) -> None:
     if written:
         names = ", ".join(f"`{name}`" for name in written[:3])
         raise OsdpError(
-            f"the forward changes parameters, which would be lost where they are sharded: {names}",
-            got=f"{len(written)} parameters that the forward writes into, or whose .data it sets",
+            f"the model itself changes parameters, which would be lost where they are sharded: {names}",
+            got=f"{len(written)} parameters that its forward or backward writes into, or whose .data it sets",
             expected="a forward that reads its parameters",
             advice="change model.parameters() after optimizer.step(), under torch.no_grad(), or compute with a changed "
             "copy (torch.nn.utils.parametrize), or keep what is not trained in a buffer, or replicate everything: "
+            "description={'pins': ['*=replicate']}",
+        )
+
+
+def _check_held(graph: ModelGraph, schedule: Schedule, model: Model) -> None:
+    """Raise OsdpError if parameters that will be replaced are reached by more than the modules that own them."""
+    keeps = schedule.by_ddp and isinstance(model, nn.Module) and not is_meta(model)
+    shared = shared_memory(model) if isinstance(model, nn.Module) else []
+    found = [] if keeps else list(dict.fromkeys([*graph.held_elsewhere, *shared]))
+    if found:
+        raise OsdpError(
+            f"sharding replaces parameters, and not what else reaches them: {found[0]}",
+            got=f"{len(found)} parameters that share memory, or are read through lists and other attributes",
+            expected="parameters that are one tensor each, read from the modules that own them",
+            advice="tie parameters as one (self.decoder.weight = self.encoder.weight), compute with a view in the "
+            "forward (F.linear(x, self.encoder.weight.t())), collect them there ([layer.weight for layer in "
+            "self.layers]) or in an nn.ParameterList, or replicate everything and give the module: "
             "description={'pins': ['*=replicate']}",
         )
 

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.parameter_memory import has_strides, overlap
-from profiler.plain_attributes import plain_attributes, reads_values
+from profiler.plain_attributes import Replaced, plain_attributes, reads_values, replaced
 
 
 class NotComputed(Tensor):
@@ -73,8 +73,8 @@ def _refusal(arguments: Any) -> OsdpError:
         f"`{place}` is read before a forward has computed it: what it was follows no sharded parameter",
         got="a plain attribute of a module, with a tensor that was made of parameters before OSDP had the model",
         expected="one that is computed before it is read, in each forward or in a hook before it",
-        advice="compute it in the forward, or keep values that do not follow parameters as a buffer: "
-        "self.register_buffer(name, value.detach().clone())",
+        advice="compute it in the forward; set a state that an earlier forward has left to None before OSDP(...); keep "
+        "values that do not follow parameters as a buffer: self.register_buffer(name, value.detach().clone())",
     )
 
 
@@ -119,12 +119,12 @@ def stand_ins(root: nn.Module, device: torch.device) -> dict[int, NotComputed]:
 def forget_computed(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, Any]]:
     """Put stand-ins in place of what was computed of parameters; return where it was, and what."""
     made = stand_ins(root, device)
-    before = list[tuple[nn.Module, str, Any]]()
+    before, containers = list[tuple[nn.Module, str, Any]](), Replaced()
     for module in root.modules() if made else ():
         for key, value in list(plain_attributes(module)):
             if any(id(leaf) in made for leaf in tree_leaves(value)):
                 before.append((module, key, value))
-                vars(module)[key] = tree_map_only(Tensor, lambda tensor: made.get(id(tensor), tensor), value)
+                vars(module)[key] = replaced(value, Tensor, lambda tensor: made.get(id(tensor), tensor), containers)
     return before
 
 

@@ -392,7 +392,10 @@ class ModelGraph:
     left_out: tuple[str, ...] = ()
     """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
     written: tuple[str, ...] = ()
-    """Parameters that the forward changes; it does so to what is gathered, where they are sharded."""
+    """Parameters that a step of the model itself changes: where they are sharded, it changes copies of them."""
+    held_elsewhere: tuple[str, ...] = ()
+    """By what else than the modules that own them parameters are reached, a sentence each: where they are sharded, that
+    is another tensor."""
     uncalled: tuple[str, ...] = ()
     """Paths of modules that share parameters with modules that run, and never run themselves."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold what is registered, and hooks."""
@@ -14,6 +14,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that have its values."""
 _ABOUT = {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size}
+_ABOUT |= {Tensor.ndimension, Tensor.type, Tensor.requires_grad_, Tensor.get_device, Tensor.data_ptr, Tensor.is_set_to}
+_ABOUT |= {Tensor.__repr__, Tensor.untyped_storage, Tensor.storage_offset, Tensor.is_pinned, Tensor.is_same_size}
 _ABOUT |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__hash__, Tensor.__len__}
 """Methods that tell of a tensor and not what is in it."""
 
@@ -21,7 +23,18 @@ _ABOUT |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Te
 def reads_values(func: Any) -> bool:
     """Return whether a function of PyTorch, as `__torch_function__` gets it, reads what is in tensors."""
     of_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
-    return func.__self__.__name__ in _VIEWS if of_attribute else func not in _ABOUT
+    return getattr(func.__self__, "__name__", "") in _VIEWS if of_attribute else func not in _ABOUT
+
+
+Replaced = dict[int, tuple[Any, Any]]
+"""By identity of what attributes held: that, and what they hold instead."""
+
+
+def replaced(value: Any, kind: type[Tensor], replacement: Callable[[Any], Any], known: Replaced) -> Any:
+    """Return what an attribute holds with other tensors in it; a container that several modules have stays one."""
+    if id(value) not in known:
+        known[id(value)] = value, tree_map_only(kind, replacement, value)
+    return known[id(value)][1]
 
 
 def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 Sharding puts another tensor in its place.  Lists and other plain attributes of modules get the new one, so that an
 optimizer that is made from them has what rests here, and the old one's memory is free.  Any other holder, a closure
-say, would read what no longer trains: a computation whose gradients would go there raises OsdpError.
+say, would read, or change, what no longer trains: that raises OsdpError.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import nn
 
 from profiler.errors import OsdpError
-from profiler.plain_attributes import holding_parameters
+from profiler.plain_attributes import Replaced, holding_parameters, reads_values, replaced
 
 
 def check_gradient_hooks(model: nn.Module, *, replicated: bool) -> None:
@@ -46,16 +45,15 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if reads_values(func):
+            raise OsdpError(
+                "a computation reads a parameter that the model no longer trains",
+                got=f"{getattr(func, '__name__', func)} of a parameter from before OSDP(...), held by other code",
+                expected="parameters read from the modules that own them, as layer.weight",
+                advice="read it where it is used, in the forward, instead of keeping the tensor",
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs or {})
-            if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(found)):
-                raise OsdpError(
-                    "a computation reads a parameter that the model no longer trains",
-                    got=f"{getattr(func, '__name__', func)} of a parameter from before OSDP(...), held by other code",
-                    expected="parameters read from the modules that own them, as layer.weight",
-                    advice="read it where it is used, in the forward, instead of keeping the tensor",
-                )
-        return found
+            return func(*args, **kwargs or {})
 
 
 def replace_references(model: nn.Module, names: Mapping[int, str]) -> None:
@@ -69,13 +67,14 @@ def replace_references(model: nn.Module, names: Mapping[int, str]) -> None:
     def current(parameter: nn.Parameter) -> nn.Parameter:
         return now.get(names.get(id(parameter), ""), parameter)
 
+    containers: Replaced = {}
     for module in model.modules():
         for key, value in list(holding_parameters(module)):
-            vars(module)[key] = tree_map_only(nn.Parameter, current, value)
+            vars(module)[key] = replaced(value, nn.Parameter, current, containers)
 
 
 def refuse_reads(replaced: Iterable[weakref.ref[nn.Parameter]]) -> None:
-    """Have gradients of what is still held of these raise OsdpError."""
+    """Have whoever reads what is still held of these get an OsdpError."""
     for reference in replaced:
         parameter = reference()
         if type(parameter) is nn.Parameter:

@@ -29,7 +29,6 @@ from profiler.computed_attributes import stand_ins
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 from profiler.opaque_parameters import is_opaque, rebuilt
-from profiler.parameter_memory import check_memory
 from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
 from profiler.trace.trace_errors import more_telling
 
@@ -135,7 +134,6 @@ def _without_data(module: nn.Module) -> nn.Module:
 
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise OsdpError("the model is sharded already", advice="build it again for another plan")
-    check_memory(type(module).__name__, module)
     empty_of: dict[int, Any] = {**stand_ins(module, torch.empty(0).device)}
     for name, parameter in module.named_parameters():
         empty_of[id(parameter)] = (

@@ -98,7 +98,7 @@ class DataDependent:
         self._draws_at: float | None = None
         self._drew = False
         self.decides_by_draws = False
-        """Whether a pass has drawn, and read numbers of tensors that are known."""
+        """Whether a forward has drawn, and then read numbers of tensors that are known."""
         self.is_building = False
         """Whether the model is being built: constructors may compare weights, of which no trace knows the values."""
 
@@ -111,13 +111,12 @@ class DataDependent:
         finally:
             self.is_building = before
 
-    def begin(self, repeats: int, *, alike: bool = False, draws_at: float | None = None) -> None:
+    def begin(self, repeats: int, *, alike: bool = False) -> None:
         """Begin a pass whose micro-batch is `repeats` times the smallest.
 
         `alike`: not even, but as uneven as can be: all rows choose the first options.
-        `draws_at`: where in its range every draw is, from 0 to 1; None: spread evenly.
         """
-        self._draws_at = draws_at
+        self._draws_at, self._drew, self.decides_by_draws = None, False, False
         self.values.clear_memo()
         self._repeats = repeats
         self._alike = alike
@@ -130,6 +129,17 @@ class DataDependent:
         """Note what is known, or assumed, of the outputs of `out = op(*args, **kwargs)`, and of what it wrote into."""
         if not self.values.follow(op, args, kwargs, tensors, out) and op in _ASSUMED:
             _ASSUMED[op](self, out, *args, **kwargs)
+
+    def begin_forward(self, draws_at: float | None) -> None:
+        """Begin the forward of a pass, whose inputs are there.
+
+        `draws_at`: where in its range every single number is that it draws, from 0 to 1; None: spread evenly.
+        """
+        self._draws_at, self._drew, self.decides_by_draws = draws_at, False, False
+
+    def note_read(self) -> None:
+        """Note that known values are read into Python, where they may decide something."""
+        self.decides_by_draws |= self._drew
 
     def choose(self, indices: Tensor, options: int, dim: int | None = None) -> None:
         """Assume what `indices` holds: along `dim`, the choices of a row among so many options; None: a choice each."""
@@ -160,18 +170,24 @@ class DataDependent:
         """Assume that a tensor's values are spread evenly from `low` to less than `high`."""
         shape, count = tuple(tensor.shape), tensor.numel()
         repeats = self._repeats if count % self._repeats == 0 else 1
-        whole = not tensor.is_floating_point()
+        whole, at = not tensor.is_floating_point(), self._draws_at if count == 1 else None
 
         def compute() -> Tensor:
-            if self._draws_at is not None:
-                even = torch.full((count,), self._draws_at, dtype=torch.float64)
+            if at is not None:
+                even = torch.full((count,), at, dtype=torch.float64)
             else:
                 even = (torch.arange(1, count // repeats + 1, dtype=torch.float64) * GOLDEN).frac().repeat(repeats)
             drawn = (low + even * (high - low)).view(shape)
             return drawn.floor() if whole else drawn
 
         self._drew = True
-        self.values.assume(tensor, ("draws", low, high), compute)
+        self.values.assume(tensor, ("draws", low, high, at), compute)
+
+    def permute(self, tensor: Tensor, count: int) -> None:
+        """Assume that a permutation is the identity, or reversed where draws are high."""
+        self._drew, is_reversed = True, bool(self._draws_at)
+        order = range(count)[:: -1 if is_reversed else 1]
+        self.values.assume(tensor, ("randperm", is_reversed), lambda: torch.tensor(order))
 
     def fill(self, tensor: Tensor, value: float) -> None:
         """Assume that a tensor holds one value."""
@@ -205,7 +221,8 @@ class DataDependent:
         found = self.values.computed(op, args, kwargs, tensors)
         if found is NotImplemented and op in _UNKNOWN:
             return _UNKNOWN[op](self, *args, **kwargs)
-        self.decides_by_draws |= self._drew and op is aten._local_scalar_dense.default
+        if op is aten._local_scalar_dense.default:
+            self.note_read()
         return found
 
     def selected(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
@@ -277,7 +294,7 @@ def _randint_low(data: DataDependent, out: Tensor, low: int, high: int, *rest: A
 
 
 def _randperm(data: DataDependent, out: Tensor, count: int, **options: Any) -> None:
-    data.values.assume(out, "randperm", lambda: torch.arange(count))
+    data.permute(out, count)
 
 
 def _zeros(data: DataDependent, out: Tensor, *rest: Any, **options: Any) -> None:

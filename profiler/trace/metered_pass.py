@@ -27,6 +27,10 @@ from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.trace_errors import explain_trace
 
 
+class NoGradientError(OsdpError):
+    """The loss depends on nothing that is trained."""
+
+
 @dataclass(slots=True)
 class Pass:
     """The record of one forward and backward."""
@@ -227,7 +231,7 @@ def find_loss(output: Any) -> tuple[Tensor, bool]:
         got = type(output).__name__ if loss is None else "a scalar that requires no gradient"
         expected = "an output computed from trainable parameters with gradients enabled"
         advice = "return the loss itself, undetached, and compute it outside torch.no_grad()"
-        raise OsdpError(what, got=got, expected=expected, advice=advice)
+        raise NoGradientError(what, got=got, expected=expected, advice=advice)
     return loss, summed
 
 

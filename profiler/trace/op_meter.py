@@ -332,7 +332,7 @@ class Meter(UncompiledMode):
             description.append(name)
             _read(arg, description, tensors)
         foreign = self._place(tensors)
-        if op.writes and not self.ledger.in_backward:
+        if op.writes:
             self.written.note(func, args, kwargs)
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data

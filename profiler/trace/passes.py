@@ -20,9 +20,9 @@ from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, find_blocks, merge_read_outside
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
 from profiler.trace.live_storage import LiveStorage
-from profiler.trace.metered_pass import Pass, PassOptions, run_pass, trains
+from profiler.trace.metered_pass import NoGradientError, Pass, PassOptions, run_pass, trains
 from profiler.trace.op_meter import Memo
-from profiler.trace.random_draws import BELOW_ONE, python_draws
+from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
 
@@ -140,10 +140,10 @@ class _Runner:
         self._module = module
         self._source = source
         self._device = device
-        self.draws_at: float | None = None
-        """Where in its range every random number is that a forward decides by; None: spread, or as they come."""
+        self._draws = SAME
+        """How forwards draw random numbers."""
         self.decides_by_draws = False
-        """Whether a forward has drawn numbers in Python, or read some that it drew."""
+        """Whether the last forward has drawn numbers in Python, or read some that it drew."""
         self.may_skip = set[str]()
         """Operators that run or do not as random numbers decide."""
         self._memo: Memo = {}
@@ -178,23 +178,25 @@ class _Runner:
         return found
 
     def _decide_alike(self, drawn: Pass, size: int) -> Pass:
-        """Have random numbers be at the end of their range at which most runs, if that makes a difference."""
-        at: dict[float | None, Pass] = {None: drawn}
-        ran = [self.names(drawn)]
-        for self.draws_at in (0.0, BELOW_ONE):
+        """Find what random numbers decide; return the pass in which most runs, and have the others draw alike."""
+        found = {SAME: drawn}
+        orders = [[call.operator for call in drawn.calls]]
+        for self._draws in OTHERS:
             try:
-                at[self.draws_at] = self._run(size)
-                ran.append(self.names(at[self.draws_at]))
-            except ModelError:  # no such number may ever be drawn, or a size that goes by it would be 0
+                found[self._draws] = self._run(size)
+                orders.append([call.operator for call in found[self._draws].calls])
+            except NoGradientError:  # no layer is left that gets one
+                orders.append([])
+            except OsdpError:  # no such number may ever be drawn, or a size that goes by it would be 0
                 continue
-            except OsdpError:  # there is no layer left that gets gradients
-                ran.append(set())
-        self.may_skip = set().union(*ran) - ran[0].intersection(*ran)
-        if not self.may_skip:
-            self.draws_at = None
-        else:
-            self.draws_at = max(at, key=lambda end: len(at[end].calls))
-        return at[self.draws_at]
+        if any(order != orders[0] for order in orders):
+            always = set(orders[0]).intersection(*orders)
+            paths = {operator: group.modules[0] for operator, group in enumerate(self.groups)}
+            self.may_skip = {paths[operator] for order in orders for operator in order if operator not in always}
+            # In another order, too, ranks would gather others' layers.
+            self.may_skip = self.may_skip or {paths[operator] for operator in orders[0]}
+        self._draws = max(found, key=lambda draws: len(found[draws].calls)) if self.may_skip else SAME
+        return found[self._draws]
 
     def run(
         self, size: int, kept: Pass | None = None, how: Recompute = Recompute.NOTHING, bounded: Pass | None = None
@@ -258,7 +260,7 @@ class _Runner:
         self, size: int, kept: Pass | None, replay: Replay | None, how: Recompute, bounded: Pass | None, *, alike: bool
     ) -> Pass:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
-        device.data.begin(max(1, size // SIZES[0]), alike=alike, draws_at=self.draws_at)
+        device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(self._source.name):
             inputs = feed(lambda: self._source.example_inputs(module, samples), device)
         charges = None
@@ -277,9 +279,10 @@ class _Runner:
             left=self._left,
             computed=self._computed,
         )
-        with python_draws(self.draws_at) as draws:
+        device.data.begin_forward(self._draws.at)
+        with python_draws(self._draws) as drawn:
             found = run_pass(self._source, module, inputs, device, options)
-        self.decides_by_draws |= draws.drew or device.data.decides_by_draws
+        self.decides_by_draws = bool(drawn.count) or device.data.decides_by_draws
         self._left = found.kept
         return found
 

@@ -23,7 +23,7 @@ from profiler.garbage_collection import without_garbage_collection
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
-from profiler.parameter_memory import check_memory
+from profiler.parameter_memory import shared_memory
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
@@ -33,7 +33,7 @@ from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
 from profiler.trace.registered_parameters import parameters_stay
 from profiler.trace.trace_errors import ModelError, explained, more_telling
-from profiler.trace.unregistered_reads import refused_unregistered
+from profiler.trace.unregistered_reads import unregistered_reads
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -109,7 +109,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             with making(device):
                 module = source.build()
             _check_module(source.name, module)
-            check_memory(source.name, module)
+            shared = shared_memory(module)
             until_traced.enter_context(computed_forgotten(module, device.torch_device))
             rested = resting_dtypes(module, precision, master_weights)
             found = find_groups(module, {name: one.rest for name, one in rested.items()})
@@ -117,17 +117,19 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         computed = computed_by_hooks(module)
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
-        watched = refused_unregistered(source.name, module)
         until_traced.enter_context(parameters_stay(source.name, module))
-        with watched, mode, outputs_aliased(module), inputs_cast(module, precision):
+        with unregistered_reads(module) as read, mode, outputs_aliased(module), inputs_cast(module, precision):
             run = run_sizes(module, source, found, device, sizes, computed)
             kept = tuple(buffer_of(name, tensor) for name, tensor in values_of(computed))
     passes = run.passes, run.recomputed, run.selective, run.apart
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(next(iter(run.passes.values())).written)
+    elsewhere = (*shared, *(f"`{name}` is read through the attribute `{where}`" for name, where in read.items()))
+    if elsewhere:
+        notes.append(f"works only under *=replicate, given the module itself: {'; '.join(elsewhere)}")
     if written:
-        notes.append(f"the forward changes parameters, which trains right only under *=replicate: {', '.join(written)}")
+        notes.append(f"the model itself changes parameters, which works only under *=replicate: {', '.join(written)}")
     recurrent = [path for path, part in module.named_modules() if isinstance(part, nn.RNNBase)]
     if recurrent and settings.device_type == "cuda":
         notes.append(
@@ -144,7 +146,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             f"ranks cannot run this model: {names}; run each on no rows there, or multiply what it adds by 0, instead"
         )
     graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
-    return replace(graph, left_out=skipped, written=written, master_weights=master_weights)
+    return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
 
 def _per_sample(part: Any, samples: int) -> Any:

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
-from profiler.errors import OsdpError
 from profiler.opaque_parameters import is_opaque
-from profiler.plain_attributes import holding_parameters, reads_values
+from profiler.plain_attributes import Replaced, holding_parameters, reads_values, replaced
 
 
 class _StandIn(nn.Parameter):
@@ -46,10 +45,11 @@ class _StandIn(nn.Parameter):
 
 
 @contextmanager
-def refused_unregistered(model: str, root: nn.Module) -> Iterator[None]:
-    """Raise OsdpError at the end if a parameter was read through a plain attribute of a module."""
+def unregistered_reads(root: nn.Module) -> Iterator[dict[str, str]]:
+    """Yield what is filled with the parameters that are read through a plain attribute of a module, and with that."""
     names = {id(parameter): name for name, parameter in root.named_parameters() if not is_opaque(parameter)}
     read, before = dict[str, str](), list[tuple[nn.Module, str, Any]]()
+    containers: Replaced = {}
     for path, module in root.named_modules():
         for key, value in list(holding_parameters(module)):
 
@@ -62,18 +62,9 @@ def refused_unregistered(model: str, root: nn.Module) -> Iterator[None]:
                 return made
 
             before.append((module, key, value))
-            vars(module)[key] = tree_map_only(nn.Parameter, stand_in, value)
+            vars(module)[key] = replaced(value, nn.Parameter, stand_in, containers)
     try:
-        yield
+        yield read
     finally:
         for module, key, value in before:
             vars(module)[key] = value
-    if read:
-        (name, where), *others = read.items()
-        raise OsdpError(
-            f"the forward of {model} reads `{name}` through the attribute `{where}`, which sharding cannot follow",
-            got=f"a plain attribute of a module{f', and {len(others)} more parameters so' if others else ''}",
-            expected="parameters read from the modules that own them",
-            advice="collect them in the forward ([layer.weight for layer in self.layers]), or register the list: "
-            "nn.ParameterList",
-        )

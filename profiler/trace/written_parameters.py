@@ -1,4 +1,4 @@
-"""Which parameters a forward changes: where they are sharded, it changes what is gathered, and that is lost."""
+"""Which parameters a model changes itself: where they are sharded, it changes what is gathered, and that is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class WrittenParameters:
-    """The parameters of a module that its forward writes into, or whose `.data` it sets."""
+    """The parameters of a module that its forward or backward writes into, or whose `.data` it sets."""
 
     def __init__(self, module: nn.Module) -> None:
         self.names: dict[str, None] = {}
@@ -32,5 +32,5 @@ class WrittenParameters:
     def end_forward(self) -> None:
         """Note the parameters that have other data than before."""
         for name, parameter in self._module.named_parameters():
-            if parameter.untyped_storage()._cdata not in self._names:
+            if self._names.get(parameter.untyped_storage()._cdata) != name:
                 self.names[name] = None

@@ -90,8 +90,10 @@ class WrapContext:
             parameter = nn.Parameter(empty, parameter.requires_grad)
             for module, name in registration.places:
                 module.register_parameter(name, parameter)
-        elif parameter.dtype != dtype or not parameter.is_contiguous():
-            parameter.data = parameter.data.to(dtype).contiguous()
+        elif parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+        if not (parameter.is_contiguous() or self.schedule.by_ddp):  # which copies nothing, so that views stay views
+            parameter.data = parameter.data.contiguous()
         return parameter, registration.places
 
     def _moved(self, path: str, registration: Registration[nn.Parameter], home: torch.device) -> nn.Parameter:

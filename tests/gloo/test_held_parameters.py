@@ -72,6 +72,22 @@ class Closed(Listed):
         return self.layers(x) + self.penalty()  # type: ignore[no-any-return]
 
 
+class Penalised(Listed):
+    """Reads its list in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + sum(weight.square().sum() for weight in self.decayed)  # type: ignore[no-any-return]
+
+
+class Transposed(Listed):
+    """Has a layer with the transpose of another's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].weight = nn.Parameter(self.layers[0].weight.t())
+        self.decayed = [self.layers[0].weight, self.layers[2].weight]
+
+
 def channels_last() -> nn.Module:
     return Images().to(memory_format=torch.channels_last)
 
@@ -106,12 +122,22 @@ def test_they_train_as_in_one_process(build: Callable[[], Any]) -> None:
             assert found == pytest.approx(expected, rel=1e-5), case
 
 
+class Looking(Closed):
+    """Its function looks at the weight without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.layers[0].weight
+        self.penalty = lambda: weight.detach().square().sum()
+
+
 def refused(rank: int) -> None:
-    model = OSDP(Closed(), {"pins": ["*=shard"]}, example_inputs=lambda batch: torch.randn(batch, 16))
-    for _ in range(2):
-        with pytest.raises(OsdpError, match="no longer trains"):
-            model(torch.randn(4, 16))
-    assert all(weight.grad is None for weight in model.decayed)
+    for build in (Closed, Looking):
+        model = wrapped(build(), "shard")
+        for _ in range(2):
+            with pytest.raises(OsdpError, match="no longer trains"):
+                model(torch.randn(4, 16))
+        assert all(weight.grad is None for weight in model.decayed)
 
 
 def test_reading_what_only_a_function_holds_is_refused() -> None:
@@ -141,6 +167,10 @@ class Hooked(Listed):
         self.layers[0].weight.register_hook(halved)
 
 
+KEPT: tuple[Callable[[], Any], ...] = (Clamped, Hooked, Penalised, Transposed)
+"""Train right where the module's own parameters are replicated."""
+
+
 def wrapped(build: Any, strategy: str) -> OSDP:
     torch.manual_seed(0)
     return OSDP(build, {"pins": [f"*={strategy}"]}, example_inputs=lambda batch: torch.randn(batch, 16))
@@ -149,31 +179,35 @@ def wrapped(build: Any, strategy: str) -> OSDP:
 def only_replicated(rank: int) -> dict[str, list[float]]:
     """Changes and hooks are kept where modules compute with the parameters themselves, and else refused."""
     for strategy in ("shard", "owner"):
-        with pytest.raises(OsdpError, match="the forward changes parameters"):
+        with pytest.raises(OsdpError, match="the model itself changes parameters"):
             wrapped(Clamped(), strategy)
         for build in (Hooked(), Hooked):
             with pytest.raises(OsdpError, match="hooks of gradients"):
+                wrapped(build, strategy)
+        for build in (Penalised(), Penalised, Transposed, Transposed()):  # graphs are shared: the factory has more
+            with pytest.raises(OsdpError, match="what else reaches them"):
                 wrapped(build, strategy)
         model = wrapped(Listed(), strategy)
         model.module.layers[0].weight.register_hook(halved)
         with pytest.raises(OsdpError, match="register_hook on a sharded parameter"):
             model(torch.randn(4, 16))
-    with pytest.raises(OsdpError, match="hooks of gradients"):
-        wrapped(Hooked, "replicate")
+    for kind, message in ((Hooked, "hooks of gradients"), (Penalised, "what else"), (Transposed, "what else")):
+        with pytest.raises(OsdpError, match=message):
+            wrapped(kind, "replicate")
     found = {}
-    for kind in (Clamped, Hooked):
+    for kind in KEPT:
         torch.manual_seed(0)
         model = wrapped(kind(), "replicate")
-        found[kind.__name__] = losses(model, model.groups())
+        found[str(kind)] = losses(model, model.groups())
     return found
 
 
 def test_changes_and_hooks_are_kept_or_refused() -> None:
     expected = {}
-    for kind in (Clamped, Hooked):
+    for kind in KEPT:
         torch.manual_seed(0)
         alone = kind()
-        expected[kind.__name__] = losses(alone, alone.groups())
+        expected[str(kind)] = losses(alone, alone.groups())
     for found in run_ranks(only_replicated, 2):
         for name, values in found.items():
             assert values == pytest.approx(expected[name], rel=1e-5), name

@@ -1,7 +1,8 @@
-"""Parameters that share memory are refused, and those that are not row-major are planned as they will be sharded."""
+"""Parameters that share memory are named, and those that are not row-major are planned as they will be sharded."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -15,8 +16,7 @@ from thoroughness import draws
 from torch import Tensor, nn
 
 from osdp.models.user_factory import source_of
-from profiler.errors import OsdpError
-from profiler.parameter_memory import check_memory
+from profiler.parameter_memory import shared_memory
 from profiler.trace.trace import trace_model
 
 
@@ -60,15 +60,15 @@ def given_as(how: str, build: Callable[[], nn.Module]) -> nn.Module | Callable[[
     return build() if how == "module" else build
 
 
-@pytest.mark.parametrize("how", ["module", "factory"])
 @pytest.mark.parametrize("buffer", [False, True])
 @pytest.mark.parametrize("make", [transposed, overlapping])
-def test_what_shares_memory_is_refused(make: Callable[[], tuple[Tensor, Tensor]], buffer: bool, how: str) -> None:
-    model = given_as(how, partial(Pair, make, buffer=buffer))
-    with pytest.raises(OsdpError) as caught:
-        trace_model(source_of(model, "pair", None, lambda batch: torch.randn(batch, 8)))
-    assert "`one` and `other` of" in caught.value.what
-    assert "tie them as one parameter" in caught.value.advice
+def test_what_shares_memory_is_named(make: Callable[[], tuple[Tensor, Tensor]], buffer: bool) -> None:
+    found = ["`one` and `other` share memory"]
+    build = partial(Pair, make, buffer=buffer)
+    assert shared_memory(build()) == found
+    graph = trace_model(source_of(build, "pair", None, lambda batch: torch.randn(batch, 8)))
+    assert list(graph.held_elsewhere) == found
+    assert any(found[0] in note for note in graph.notes)
 
 
 @pytest.mark.parametrize("how", ["module", "factory"])
@@ -87,7 +87,7 @@ def test_a_tied_parameter_and_buffers_may_share() -> None:
     table = torch.zeros(4)
     layer.register_buffer("table", table)
     layer.register_buffer("view", table[1:])
-    check_memory("layer", layer)
+    assert shared_memory(layer) == []
 
 
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=3)
@@ -106,12 +106,20 @@ def test_elements_in_common_are_found(
     with torch.no_grad():
         views[0].fill_(1.0)
     shares = bool(views[1].any())
-    try:
-        check_memory("module", module)
-    except OsdpError:
-        assert shares
-    else:
-        assert not shares
+    assert bool(shared_memory(module)) == shares
+
+
+def test_large_tensors_are_told_apart_quickly() -> None:
+    """By their strides, not element by element: on the meta device there are none."""
+    both, module = torch.empty(2**20, 3 * 2**12, device="meta"), nn.Module()
+    module.query, module.key, module.value = map(nn.Parameter, both.chunk(3, dim=1))
+    started = time.process_time()
+    assert shared_memory(module) == []
+    module.corner = nn.Parameter(both[5:7, 4090:4100])
+    module.turned = nn.Parameter(both[:, :8].t())
+    names = {"`corner` and `key`", "`corner` and `query`", "`query` and `turned`"}
+    assert set(shared_memory(module)) == {f"{name} share memory" for name in names}
+    assert time.process_time() - started < 1.0
 
 
 class Images(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from random import random as drawn
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,18 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "numpy.rand": lambda: np.random.rand() < KEPT,
     "numpy.uniform": lambda: np.random.uniform(0, 1) < KEPT,
     "numpy.rand(1)": lambda: np.random.rand(1)[0] < KEPT,
+    "random.randint": lambda: random.randint(0, 2),
+    "random.choice": lambda: random.choice([True, False]),
+    "numpy.randint": lambda: np.random.randint(0, 2),
+    "imported": lambda: drawn() < KEPT,
+    "torch.randperm": lambda: torch.randperm(8).tolist()[3] < 4,
     "torch.rand": lambda: torch.rand([]) < KEPT,
     "torch.rand, item": lambda: torch.rand(1).item() < KEPT,
     "torch.randint": lambda: torch.randint(0, 10, (1,)).item() < 10 * KEPT,
     "kept where high": lambda: random.random() > 1 - KEPT,
 }
+BY_SEED = {"random.randint", "random.choice", "numpy.randint", "imported"}
+"""Which have no ends, so that only other seeds tell, and the pass with most layers need not have all."""
 LAYERS = 4
 
 
@@ -56,10 +64,13 @@ def test_layers_that_are_left_out_at_random(draws: str) -> None:
     state = random.getstate(), np.random.get_state()[2]
     graph = traced(DRAWS[draws])
     assert (random.getstate(), np.random.get_state()[2]) == state
+    assert graph.left_out
+    assert any("random numbers decide" in note for note in graph.notes)
+    if draws in BY_SEED:
+        return
     layers = {f"layers.{layer}.{part}" for layer in range(LAYERS) for part in (0, 2)}
     assert set(graph.left_out) == layers
     assert len(graph.calls) == len(layers) + 1
-    assert any("random numbers decide" in note for note in graph.notes)
     for one, other in zip(graph.calls, traced(lambda: True).calls, strict=True):
         assert one.saved_bytes == other.saved_bytes
 
@@ -104,6 +115,66 @@ def test_layers_that_may_all_be_left_out() -> None:
             return (self.layer(x) if torch.rand([]) < KEPT else x).sum()  # type: ignore[no-any-return]
 
     assert trace_model(source_of(Single, "single", None, lambda n: torch.randn(n, 8))).left_out == ("layer",)
+
+
+def test_one_of_several_alike_layers() -> None:
+    """As many run each time, but others: ranks would gather different ones."""
+
+    class OneLeftOut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            skipped = random.randint(0, 3)
+            for number, layer in enumerate(self.layers):
+                x = x if number == skipped else layer(x)
+            return x.sum()
+
+    assert trace_model(source_of(OneLeftOut, "one", None, lambda n: torch.randn(n, 8))).left_out
+
+
+def test_layers_in_random_order() -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in torch.randperm(4).tolist():
+                x = self.layers[number](x)
+            return x.sum()
+
+    assert len(trace_model(source_of(Shuffled, "shuffled", None, lambda n: torch.randn(n, 8))).left_out) == 4
+
+
+def test_loops_that_wait_for_a_draw_end() -> None:
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            drawn = random.random()
+            while drawn < 0.1 or drawn > 0.9:
+                drawn = random.random()
+            return (self.layer(x) * drawn).sum()  # type: ignore[no-any-return]
+
+    assert trace_model(source_of(Waiting, "waiting", None, lambda n: torch.randn(n, 8))).left_out == ()
+
+
+def test_data_that_is_drawn_is_not_empty() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.rand(len(x), 8) < 0.5
+            x = self.layer(x) * mask
+            return (self.other(x) if mask.any() else x).sum()  # type: ignore[no-any-return]
+
+    assert trace_model(source_of(Masked, "masked", None, lambda n: torch.randn(n, 8))).left_out == ()
 
 
 def test_noise_decides_nothing() -> None:

@@ -37,6 +37,10 @@ def momentum(model: Any) -> None:
         ours.data = 0.9 * ours.data + 0.1 * theirs.data
 
 
+def swap(model: Any) -> None:
+    model.first.bias.data, model.second.bias.data = model.second.bias.data, model.first.bias.data
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "clamp": (lambda model: model.first.weight.clamp_(-1, 1), {"first.weight"}),
     "data": (lambda model: model.first.weight.data.mul_(0.5), {"first.weight"}),
@@ -51,6 +55,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda model: nn.functional.normalize(model.first.weight.data, dim=1, out=model.first.weight.data),
         {"first.weight"},
     ),
+    "swap": (swap, {"first.bias", "second.bias"}),
     "set": (momentum, {"second.weight", "second.bias"}),
 }
 
@@ -75,3 +80,26 @@ def test_a_table_of_bounded_norm() -> None:
 @pytest.mark.parametrize("reads", [lambda model: None, lambda model: model.first.weight.norm().mul_(2)])
 def test_reads_and_changed_buffers_are_no_changes(reads: Callable[[Any], Any]) -> None:
     assert written(reads) == set()
+
+
+def test_changes_in_the_backward() -> None:
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.weight = weight
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.weight.mul_(0.5)
+            return gradients[0] * ctx.weight, gradients[0].sum(0)
+
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.layer = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Halved.apply(self.layer(x), self.weight).sum()  # type: ignore[no-untyped-call, no-any-return]
+
+    assert trace_model(source_of(Halving, "halving", None, lambda n: torch.randn(n, 8))).written == ("weight",)
