@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -193,9 +194,11 @@ def _cause(error: ChildFailedError) -> Exception:
 
     A rank that was killed comes first: what others report is that they lost it. Then bad input, then a
     death without a message, then faults. The agent itself ends the remaining ranks, by SIGTERM, and by SIGKILL
-    those that are stopped or do not listen, `_SHUTDOWN_S` after the first failure or later.
+    those that are stopped or do not listen, `_SHUTDOWN_S` after the first failure or later.  And gloo, and NCCL's
+    watchdog, abort a rank whose peer has ended: that is no killed rank if another had said before why it ends.
     """
     first_s = min(failure.timestamp for failure in error.failures.values())
+    told_s = min((one.timestamp for one in error.failures.values() if _message(one)), default=math.inf)
 
     def weight(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
@@ -205,7 +208,8 @@ def _cause(error: ChildFailedError) -> Exception:
         elif _message(failure):
             order = 1 if failure.exitcode == _BAD_INPUT else 3
         else:
-            order = 0 if failure.exitcode < 0 else 2
+            is_aborted = failure.exitcode == -signal.SIGABRT and failure.timestamp >= told_s
+            order = 0 if failure.exitcode < 0 and not is_aborted else 2
         return order, failure.timestamp, rank
 
     rank, failure = min(error.failures.items(), key=weight)

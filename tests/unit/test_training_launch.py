@@ -22,7 +22,7 @@ from osdp.training.launch import _SHUTDOWN_S, LAUNCHED, Nodes, RankError, _cause
 from osdp.zoo import load_cluster, load_model
 from profiler.errors import FaultError, OsdpError
 
-KILLED, TERMINATED = -9, -15
+KILLED, TERMINATED, ABORTED = -9, -15, -6
 
 
 @pytest.fixture
@@ -62,6 +62,19 @@ def test_a_killed_rank_comes_before_what_its_peers_say_of_it(failed: Any) -> Non
     told = cause(peer, agreed, failed(2, KILLED), failed(3, TERMINATED))
     assert isinstance(told, RankError)
     assert str(told).startswith("rank 2 was killed by SIGKILL")
+
+
+def test_a_rank_that_aborts_as_its_peer_ends_is_not_the_cause(failed: Any) -> None:
+    """As gloo does where a rank connects to one that has found a mistake and ended."""
+    mistake, aborted = failed(0, 2, OsdpError("no such strategy")), failed(1, ABORTED)
+    aborted.timestamp = mistake.timestamp
+    assert str(cause(mistake, aborted)) == "no such strategy"
+    assert not isinstance(cause(mistake, aborted), RankError)
+    aborted.timestamp = mistake.timestamp - 1  # it did so before
+    assert str(cause(mistake, aborted)).startswith("rank 1 was killed by SIGABRT")
+    peer = failed(0, 1, OsdpError("lost rank 1"))
+    aborted.timestamp = peer.timestamp
+    assert str(cause(peer, aborted)).startswith("rank 1 was killed by SIGABRT")
 
 
 def test_a_fault_is_no_bad_input(failed: Any) -> None:
