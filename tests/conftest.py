@@ -64,7 +64,6 @@ LONGEST = (
     "gloo/test_checkpoint_layouts.py",
     "gloo/test_linear_example.py",
     "gloo/test_lightning.py",
-    "gloo/test_computed_weights.py",
     "gloo/test_odc_loops.py",
     "gloo/test_checkpoint_plans.py",
     "unit/test_html_report.py",
