@@ -51,9 +51,10 @@ def end_of_rank() -> Iterator[None]:
     except Exception as error:
         # A lost rank, a full disk, or a mistake of ours: no fault of what the user asked for.
         is_fault = isinstance(error, FaultError) or not isinstance(error, OsdpError)
-        leave_error(error)
+        status = FAULT if is_fault else BAD_INPUT
+        leave_error(error, status)
         if LAUNCHED in os.environ and not os.environ.get(TRACEBACK):
-            raise SystemExit(FAULT if is_fault else BAD_INPUT) from None
+            raise SystemExit(status) from None
         if isinstance(error, OsdpError) and is_fault:
             say(f"error: {error}")
             raise SystemExit(FAULT) from None

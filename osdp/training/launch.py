@@ -180,11 +180,15 @@ def _settings(ranks: int, nodes: Nodes, timeout_s: float, folder: str) -> Launch
     return found
 
 
-def leave_error(error: Exception) -> None:
-    """Write a rank's error to the file that the agent reads, in its form; nothing if no agent started it."""
+def leave_error(error: Exception, status: int) -> None:
+    """Write a rank's error, and the exit status that it will have, to the file that the agent reads, in its form.
+
+    Nothing if no agent started it.  The agent may end a rank that has found a mistake before it has ended by itself,
+    because another has lost it.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = str(error) if isinstance(error, OsdpError) else f"{type(error).__name__}: {error}"
-        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time())), "status": status}
         # The agent may end this rank at any time, and fails itself at half a file.
         write_text_atomic(Path(path), json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
@@ -203,10 +207,10 @@ def _cause(error: ChildFailedError) -> Exception:
     def weight(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
         rank, failure = item
         by_agent = failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s >= _SHUTDOWN_S - 1
-        if failure.exitcode == -signal.SIGTERM or by_agent:
+        if _message(failure):
+            order = 1 if _status(failure) == _BAD_INPUT else 3
+        elif failure.exitcode == -signal.SIGTERM or by_agent:
             order = 4
-        elif _message(failure):
-            order = 1 if failure.exitcode == _BAD_INPUT else 3
         else:
             is_aborted = failure.exitcode == -signal.SIGABRT and failure.timestamp >= told_s
             order = 0 if failure.exitcode < 0 and not is_aborted else 2
@@ -216,11 +220,18 @@ def _cause(error: ChildFailedError) -> Exception:
     if failure.exitcode == _BROKEN_PIPE:
         return BrokenPipeError()
     if message := _message(failure):
-        return OsdpError(message) if failure.exitcode == _BAD_INPUT else RankError(message)
+        return OsdpError(message) if _status(failure) == _BAD_INPUT else RankError(message)
     if failure.exitcode >= 0:
         return RankError(f"rank {rank} ended with exit status {failure.exitcode}; what it printed is above")
     advice = "; perhaps the machine ran out of memory (see dmesg)" if -failure.exitcode == signal.SIGKILL else ""
     return RankError(f"rank {rank} was killed by {failure.signal_name()}{advice}")
+
+
+def _status(failure: ProcessFailure) -> int:
+    """Return the exit status that a rank has, or was about to end with as the agent ended it."""
+    message: Any = failure.error_file_data["message"]
+    left = message["extraInfo"].get("status") if isinstance(message, dict) else None
+    return failure.exitcode if left is None else int(left)
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -33,7 +33,7 @@ def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         path = tmp_path / str(rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         if error is not None:
-            leave_error(error)
+            leave_error(error, exitcode if exitcode > 0 else 2)
         return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(path))
 
     return make
@@ -62,6 +62,12 @@ def test_a_killed_rank_comes_before_what_its_peers_say_of_it(failed: Any) -> Non
     told = cause(peer, agreed, failed(2, KILLED), failed(3, TERMINATED))
     assert isinstance(told, RankError)
     assert str(told).startswith("rank 2 was killed by SIGKILL")
+
+
+def test_a_mistake_counts_though_the_agent_has_ended_its_rank(failed: Any) -> None:
+    """Where a rank has left its error, and its peer lost it and ended sooner."""
+    peer = failed(1, 1, FaultError("rank 0 is gone"))
+    assert str(cause(failed(0, TERMINATED, OsdpError("no such strategy")), peer)) == "no such strategy"
 
 
 def test_a_rank_that_aborts_as_its_peer_ends_is_not_the_cause(failed: Any) -> None:
