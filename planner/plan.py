@@ -144,7 +144,10 @@ class Plan(_Strict):
         return found | dict.fromkeys(self.selectively_recomputed_blocks, Recompute.SELECTIVE)
 
 
-LATER = frozenset({"host", "launch", "ring", "measured", "fp32_efficiency", "forward_launch_s", "backward_launch_s"})
+LATER = frozenset(
+    {"host", "launch", "ring", "measured", "fp32_efficiency", "forward_launch_s", "backward_launch_s"}
+    | {"stepped_tensor_s"}
+)
 """Fields of a cluster that came later: those without keep the fingerprint that older plans have of them."""
 
 

@@ -39,6 +39,8 @@ COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
 MASTER_WEIGHTS = {"": None, "fp32": torch.float32}
 """What trained parameters of fewer bits rest in; None: the dtype that they have."""
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
+_LEAVES = (Tensor, type(None), bool, int, float, str)
+"""What modules are mostly called with."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,14 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Inputs | None]:
+    def needs_cast(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype != dtype and value.is_floating_point()
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        leaves = tree_leaves((args, kwargs))
-        if all(leaf.dtype == dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()):
+        # It runs for every module in every forward, and PyTorch's functions for nested values take longer.
+        values = (*args, *kwargs.values())
+        leaves = values if all(isinstance(value, _LEAVES) for value in values) else tree_leaves(values)
+        if not any(needs_cast(leaf) for leaf in leaves):
             return None
         made: Inputs = cast((args, kwargs), dtype)
         return made

@@ -76,9 +76,9 @@ class WrappedUnit:
     def expire(self) -> None:
         """Note that parameters were changed by other means than an optimizer."""
 
-    def gathers(self, parameter: nn.Parameter) -> bool:
-        """Return whether its modules had this in place of a parameter that rests, to discard it within the step."""
-        return False
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+        """Return which of these, by identity, its modules had in place of parameters that rest, for one step."""
+        return set()
 
     @property
     def bytes_beside_allocator(self) -> int:

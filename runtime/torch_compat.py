@@ -21,7 +21,7 @@ Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
     keep_repeated_inputs         FSDP2 hooks every input by itself, so that one that is given twice is two in forward
     reduce_when_rerun            with reentrant checkpoints FSDP2 loses gradients of modules that run twice
     initialise                   FSDP2 takes the module that runs first for the outermost
-    gathers                      no public name tells which parameters a forward has gathered
+    gathered                     no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
     on_local_tensors             optimizers step DTensors one by one, and lists of them are dispatched slowly
@@ -32,7 +32,7 @@ Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -334,17 +334,20 @@ def initialise(root: FSDPModule) -> None:
     cast(Any, root)._get_fsdp_state()._lazy_init()
 
 
-def gathers(module: FSDPModule, parameter: nn.Parameter) -> bool:
-    """Return whether a unit's modules have had this in place of a parameter that rests.
+def gathered(module: FSDPModule, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+    """Return which of these, by identity, a unit's modules have had in place of parameters that rest.
 
     After a forward with `reshard_after_forward=K` that is a new one each time, on a mesh that nothing of it rests on.
     What rests on an equal mesh is another model's: DTensors of equal meshes can have the same one.
     """
-    if any(parameter is getattr(one, "_unsharded_param", None) for one in packed_parameters(module)):
-        return True
-    secondary = (group.post_forward_mesh_info.mesh for group in _param_groups(module) if group._use_post_forward_mesh)
-    is_on_one = isinstance(parameter, DTensor) and any(parameter.device_mesh is mesh for mesh in secondary)
-    return is_on_one and not _rests_in_a_unit(parameter)
+    own = {id(getattr(one, "_unsharded_param", None)) for one in packed_parameters(module)}
+    secondary = [group.post_forward_mesh_info.mesh for group in _param_groups(module) if group._use_post_forward_mesh]
+    elsewhere = {
+        key
+        for key, one in (parameters.items() if secondary else ())
+        if isinstance(one, DTensor) and any(one.device_mesh is mesh for mesh in secondary) and not _rests_in_a_unit(one)
+    }
+    return own & parameters.keys() | elsewhere
 
 
 def _rests_in_a_unit(parameter: nn.Parameter) -> bool:

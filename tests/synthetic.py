@@ -227,7 +227,7 @@ def cluster(
         inter=Link(figure(latency_s), figure(inter)) if nodes > 1 else None,
         overlaps=overlaps,
         overlap_source="assumed: for a test",
-        launch=Launch(figure(launch_s), figure(4 * launch_s), figure(launch_s / 2)) if launch_s else None,
+        launch=Launch(*(figure(part * launch_s) for part in (1, 4, 0.5, 0.25))) if launch_s else None,
     )
 
 

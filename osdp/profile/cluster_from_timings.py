@@ -16,6 +16,7 @@ from itertools import takewhile
 
 from osdp.planning.clusters import DEFAULT_CLUSTER, load_cluster
 from osdp.profile.consistency import contradictions
+from osdp.profile.fsdp_overhead import launch_of
 from osdp.profile.session import Findings
 from osdp.profile.time_collectives import Line
 from profiler.byte_sizes import GIB, MIB
@@ -122,7 +123,7 @@ def _launch(found: Findings) -> Launch | None:
         kernel_s = Figure(known.kernel_s.value, f"assumed: as of {DEFAULT_CLUSTER}, as no model was measured")
     ranks = f"{found.nodes} x {found.ranks_per_node} ranks"
     how = f"measured: FSDP2's hooks around narrow layers in {found.precision}, over {ranks}"
-    return Launch(kernel_s, Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
+    return launch_of(kernel_s, unit, how)
 
 
 def _device(found: Findings) -> Device:

@@ -29,14 +29,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from osdp.models.config import GPT2Config
 from osdp.models.gpt2 import MLP, Block
 from profiler.alias_outputs import return_no_views, wrappable
+from profiler.cluster.cluster import Launch
+from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CollectiveTimes
 from profiler.mixed_precision import COMPUTE_DTYPE, cast_inputs
 from profiler.timing.device_rates import elapsed_s
+from profiler.timing.host_launches import mean_s
 from profiler.timing.overlap import meet
 from runtime.failures.rank_agreement import Agreement
 from runtime.meshes import Meshes
 from runtime.odc.one_sided_unit import OneSidedUnit
 from runtime.odc.step_protocol import Exchange, Sharing
+from runtime.optimizers import OPTIMIZERS
 
 UNITS = 8
 ROWS = {"cpu": 256, "cuda": 2048}
@@ -116,52 +120,84 @@ def measure_units(
 
 @dataclass(frozen=True)
 class UnitLaunch:
-    """What each gather and each reduction of a unit of FSDP2 takes of the host, its hooks included; at least 0."""
+    """What units of FSDP2 take of the host; at least 0."""
 
     unit_s: float
+    """Of each gather and each reduction, its hooks included."""
     tensor_s: float
     """More for each parameter tensor."""
+    stepped_tensor_s: float
+    """For each that a fused optimizer steps, and whose gradient it forgets."""
 
 
 def measure_unit_launch(
     nodes: int, ranks_per_node: int, repetitions: int, device: torch.device, precision: str
 ) -> UnitLaunch:
     """Return what units take of the host of a GPU in a precision, as the ranks' mean. A collective call."""
-    mesh = Meshes(device.type, nodes, ranks_per_node).mesh(nodes * ranks_per_node)
-    mine = launched_stacks_s(mesh, repetitions, device, precision)
+    stacks = LaunchedStacks(Meshes(device.type, nodes, ranks_per_node).mesh(nodes * ranks_per_node), device, precision)
+    mine = [mean_s(of_stack) for of_stack in zip(*stacks.rounds(repetitions), strict=True)]
     everyone = Agreement.all().gather("measure the host", lambda: mine)
     return unit_launch(*(fmean(of_ranks) for of_ranks in zip(*everyone, strict=True)))
 
 
-def launched_stacks_s(mesh: DeviceMesh, repetitions: int, device: torch.device, precision: str) -> list[float]:
-    """Return the seconds until a step of four stacks is launched. A collective call.
+class LaunchedStacks:
+    """Stacks of units with hardly anything to compute, by which the host is timed.
 
-    Units are layers of GPT-2, or their feed-forward networks, which have fewer tensors, with hardly anything to
-    compute; each plain, and sharded, and both as a plan runs them: cast for the precision, and without views.
+    Units are layers of GPT-2, or their feed-forward networks, which have fewer tensors; each plain, and sharded, and
+    both as a plan runs them: cast for the precision, and without views.
     """
-    units: tuple[Callable[[], nn.Module], ...] = (lambda: MLP(NARROW, 0.02), lambda: Block(NARROW))
-    stacks = [_Stack(unit, device, one, precision=precision) for unit in units for one in (None, mesh)]
-    x = torch.randn(1, POSITIONS, NARROW.hidden_size, device=device, requires_grad=True)
 
-    def launched_s(stack: _Stack) -> float:
+    def __init__(self, mesh: DeviceMesh, device: torch.device, precision: str) -> None:
+        units: tuple[Callable[[], nn.Module], ...] = (lambda: MLP(NARROW, 0.02), lambda: Block(NARROW))
+        self._stacks = [_Stack(unit, device, one, precision=precision) for unit in units for one in (None, mesh)]
+        self._optimizer = OPTIMIZERS["fused_adam"](self._stacks[-1].module.parameters())
+        self._x = torch.randn(1, POSITIONS, NARROW.hidden_size, device=device, requires_grad=True)
+        self._device = device
+
+    def rounds(self, repetitions: int) -> list[list[float]]:
+        """Return the seconds of so many rounds. A collective call."""
+        return [self.round_s() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
+
+    def round_s(self) -> list[float]:
+        """Return the seconds until a step of each stack, and an optimizer's of the last, is launched.
+
+        A collective call.  The first few take longer.
+        """
+        seconds = [self._launched_s(partial(stack.run, self._x)) for stack in self._stacks]
+        seconds.append(self._launched_s(self._step))
+        for stack in self._stacks:
+            stack.finish()
+        return seconds
+
+    def _launched_s(self, work: Callable[[], None]) -> float:
+        meet(self._device)
         began_s = time.perf_counter()
-        stack.run(x)
+        work()
         return time.perf_counter() - began_s
 
-    rounds = _rounds(stacks, repetitions, device, launched_s)
-    return [median(of_stack) for of_stack in zip(*rounds, strict=True)]
+    def _step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
-def unit_launch(few_plain_s: float, few_sharded_s: float, plain_s: float, sharded_s: float) -> UnitLaunch:
-    """Return what the host's seconds of four stacks say."""
+def unit_launch(
+    few_plain_s: float, few_sharded_s: float, plain_s: float, sharded_s: float, stepped_s: float
+) -> UnitLaunch:
+    """Return what the host's seconds of four stacks and an optimizer's step say."""
     few_s, many_s = (max(0.0, one) / (EVENTS * UNITS) for one in (few_sharded_s - few_plain_s, sharded_s - plain_s))
     tensor_s = max(0.0, many_s - few_s) / (TENSORS - FEW_TENSORS)
-    return UnitLaunch(max(0.0, many_s - TENSORS * tensor_s), tensor_s)
+    return UnitLaunch(max(0.0, many_s - TENSORS * tensor_s), tensor_s, stepped_s / (TENSORS * UNITS))
 
 
 def mean_launch(found: Sequence[UnitLaunch]) -> UnitLaunch:
     """Return the mean of what was measured at several times."""
-    return UnitLaunch(fmean(one.unit_s for one in found), fmean(one.tensor_s for one in found))
+    names = ("unit_s", "tensor_s", "stepped_tensor_s")
+    return UnitLaunch(*(fmean(getattr(one, name) for one in found) for name in names))
+
+
+def launch_of(kernel_s: Figure, unit: UnitLaunch, how: str) -> Launch:
+    """Return what launching takes, as a cluster has it; `how` is where what units take is from."""
+    return Launch(kernel_s, *(Figure(value, how) for value in (unit.unit_s, unit.tensor_s, unit.stepped_tensor_s)))
 
 
 def exposed_communication_s(gather_s: float, reduce_s: float, *, on_streams: bool) -> float:

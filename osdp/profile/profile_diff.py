@@ -9,7 +9,12 @@ from profiler.cluster.measurements import CollectiveTimes, Measured
 SIZES_BYTES = (2**16, 2**20, 2**24)
 """At which the fits of collectives are compared, where both measured so large ones."""
 
-LAUNCHES = {"kernel": "kernel_s", "gather and reduction": "unit_s", "tensor of those": "unit_tensor_s"}
+LAUNCHES = {
+    "kernel": "kernel_s",
+    "gather and reduction": "unit_s",
+    "tensor of those": "unit_tensor_s",
+    "tensor of an optimizer": "stepped_tensor_s",
+}
 """What the host launches, and the figure of it."""
 
 
@@ -82,7 +87,8 @@ def _calls(before: Cluster, after: Cluster) -> Iterator[Row]:
     if overheads != [None, None]:
         yield Row("units", "each gather and reduction", "s", *overheads)
     for what, name in LAUNCHES.items():
-        launches = [getattr(one.launch, name).value if one.launch else None for one in (before, after)]
+        figures = [getattr(one.launch, name) if one.launch else None for one in (before, after)]
+        launches = [None if figure is None else figure.value for figure in figures]
         if launches != [None, None]:
             yield Row("host", f"launching each {what}", "s", *launches)
     pulled = [one.measured.one_sided_overhead_s if one.measured else None for one in (before, after)]

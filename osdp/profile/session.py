@@ -45,6 +45,7 @@ from runtime.optimizers import OPTIMIZERS
 COMMUNICATION_SHARE = 0.6
 """Part of the budget that communication may take, and of the progress that it makes."""
 UNIT_REPETITIONS = 4
+LAUNCH_REPETITIONS = 8
 """Steps of small units for each repetition of other timings: they are short, and so is what is looked for."""
 OPTIMIZER_REPETITIONS = 4
 """Likewise steps of an optimizer: where ranks share cores, one in some is put aside for as long as a step takes."""
@@ -138,7 +139,7 @@ def measure(wanted: Wanted, device: torch.device, progress: Progress) -> Finding
         progress("measuring units", 0.7)
         unit = measure_units(times, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
     units_launched: list[UnitLaunch] = []  # before and after the rest, as a host changes its speed within seconds
-    launched = partial(measure_unit_launch, nodes, ranks_per_node, UNIT_REPETITIONS * repetitions, device)
+    launched = partial(measure_unit_launch, nodes, ranks_per_node, LAUNCH_REPETITIONS * repetitions, device)
     if device.type == "cuda":
         progress("measuring the host", 0.74)
         units_launched.append(launched(wanted.precision))

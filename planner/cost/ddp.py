@@ -233,6 +233,7 @@ class Replica:
             moments=tuple(self._highest(costs, again, calls)),
             segments=self.segments(costs, again),
             optimizer_s=self.load.optimizer_s(own.full_gradients, tensors=tensors),
+            optimizer_wait_s=self.load.optimizer_wait_s(own.full_gradients, tensors),
         )
 
     @property

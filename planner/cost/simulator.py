@@ -24,6 +24,7 @@ launches of it (`Launches`),
 
     end_i = max(end_(i-1) + D_i, L_1 + .. + L_i)
 
+and so does the optimizer at the end.
 A step is shorter so by what the host gains while the device is busy, with an output layer for instance.  As that
 depends on all that was before, it is no sum over neighbours, and no search is made with it.
 """
@@ -175,8 +176,11 @@ def simulated_s(options: Sequence[StageCandidate], load: Workload, *, host_gets_
     segments = _segments(options, host_gets_ahead)
     each_s, once_s = _waits(options, load)
     total_s, shared_s = once_s + sum(option.optimizer_s for option in options), rest_s((o.parts, 1) for o in options)
+    lead_s = 0.0
     for last, times in load.passes:
         streams = _Streams(load.cluster.overlaps)
         _micro_batch(streams, segments, last, each_s, shared_s)
         total_s += times * streams.now_s
-    return total_s
+        lead_s = streams.now_s - streams.launched_s
+    waits_s = sum(option.optimizer_wait_s for option in options) if host_gets_ahead else 0.0
+    return total_s - min(waits_s, lead_s)

@@ -148,6 +148,8 @@ class StageCandidate:
     """The highest of those that see the same neighbours."""
     segments: tuple[Segment, ...]
     optimizer_s: float
+    optimizer_wait_s: float = field(default=0.0, kw_only=True)
+    """The part of it in which the device waits for a host that is not ahead of it."""
 
     held: float = 0.0
     """The part of `saved` that moments of the forward of stages above have, as the model's forward holds it."""
@@ -407,6 +409,7 @@ class StageUnits:
             "reduce_input": reducing.left_reduce_input if reducing else 0,
             "reduces": reducing is not None,
             "optimizer_s": load.optimizer_s(stepped, sum(unit.bytes.offloaded for unit in opened), tensors),
+            "optimizer_wait_s": load.optimizer_wait_s(stepped, tensors),
             "syncs_each_microbatch": any(unit.traffic.syncs_each_microbatch for unit in units),
             "parts": added((unit.traffic.parts, 1) for unit in opened),
             "window": sum(unit.bytes.window for unit in opened),

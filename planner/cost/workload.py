@@ -169,11 +169,24 @@ class Workload:
 
         `tensors` is how many those on the device are: where steps were measured, each takes its time.
 
-        The host steps after the device; without figures of it, it takes no time.
+        The device steps for as long as it computes, or as the host launches that, whichever is longer.  The host steps
+        after the device; without figures of it, it takes no time.
         """
-        device, host, measured = self.cluster.device, self.cluster.host, self.cluster.measured
+        host = self.cluster.host
         host_s = self.optimizer.touched * offloaded_bytes / host.memory_bytes_per_s.value if host else 0.0
+        device_s = self._device_steps_s(parameter_bytes, tensors)
+        return device_s + self.optimizer_wait_s(parameter_bytes, tensors) + host_s
+
+    def optimizer_wait_s(self, parameter_bytes: float, tensors: int) -> float:
+        """Return the part of a step of so many tensors in which the device waits for a host that is not ahead of it."""
+        launch = self.cluster.launch
+        if launch is None or launch.stepped_tensor_s is None or not parameter_bytes:
+            return 0.0
+        return max(0.0, tensors * launch.stepped_tensor_s.value - self._device_steps_s(parameter_bytes, tensors))
+
+    def _device_steps_s(self, parameter_bytes: float, tensors: int) -> float:
+        measured = self.cluster.measured
         for times in measured.optimizers if measured else ():
             if times.name == self.optimizer_name:
-                return times.step_s(tensors if parameter_bytes else 0, parameter_bytes) + host_s
-        return self.optimizer.touched * parameter_bytes / device.memory_bytes_per_s.value + host_s
+                return times.step_s(tensors if parameter_bytes else 0, parameter_bytes)
+        return self.optimizer.touched * parameter_bytes / self.cluster.device.memory_bytes_per_s.value

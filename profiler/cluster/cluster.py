@@ -86,6 +86,8 @@ class Launch:
     """Seconds for each gather and each reduction of an FSDP2 unit, its hooks included."""
     unit_tensor_s: Figure
     """Seconds more for each parameter tensor of the unit."""
+    stepped_tensor_s: Figure | None = None
+    """Seconds for each tensor that a fused optimizer steps, and whose gradient it forgets; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

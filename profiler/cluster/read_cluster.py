@@ -43,11 +43,11 @@ def _problems(cluster: Cluster) -> Iterator[Problem]:
         yield from _link_problems("inter", cluster.inter)
     if cluster.measured is not None:
         yield from _measured_problems(cluster.measured)
-    for name in ("kernel_s", "unit_s", "unit_tensor_s") if cluster.launch else ():
-        figure = getattr(cluster.launch, name)
-        if figure.value > 1:
+    for name in ("kernel_s", "unit_s", "unit_tensor_s", "stepped_tensor_s") if cluster.launch else ():
+        launching: Figure | None = getattr(cluster.launch, name)
+        if launching is not None and launching.value > 1:
             at = ("launch", name, "value")
-            yield Problem(at, "is wrong", f"{figure.value} s", "at most 1 second", "it is in seconds")
+            yield Problem(at, "is wrong", f"{launching.value} s", "at most 1 second", "it is in seconds")
     if cluster.host is not None:
         yield from _positive(("host", "link_bytes_per_s"), cluster.host.link_bytes_per_s)
         yield from _positive(("host", "memory_bytes_per_s"), cluster.host.memory_bytes_per_s)

@@ -34,7 +34,7 @@ _PCIE_BYTES_PER_S = {1: 3e9, 2: 6e9, 3: 12e9, 4: 24e9, 5: 48e9, 6: 96e9}
 """By generation, 16 lanes, as NCCL counts them."""
 _CONTEXT_BYTES, _CONTEXT_BYTES_PER_MULTIPROCESSOR = 300 * MIB, 4.2 * MIB
 _BESIDE_AN_H200 = "assumed: as measured beside an H200, on a virtual machine (docs/benchmarks/gpu.md)"
-_LAUNCH = Launch(*(Figure(seconds, _BESIDE_AN_H200) for seconds in (32e-6, 680e-6, 43e-6)))
+_LAUNCH = Launch(*(Figure(seconds, _BESIDE_AN_H200) for seconds in (32e-6, 680e-6, 43e-6, 11e-6)))
 NO_NVML = f"NVML told nothing ({install_advice('nvml')})"
 
 

@@ -25,11 +25,14 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.timing.blockwise_pass import PassError, PassTimes, run_blockwise
 from profiler.timing.device_queue import clock_of
-from profiler.timing.host_launches import host_launches_s
+from profiler.timing.host_launches import host_launches_s, mean_s
 from profiler.timing.shared_weights import build, real_inputs, shared_weights
 from profiler.timing.stopwatch import Clock
 from profiler.trace.dataless_device import training
 from profiler.trace.trace_errors import explain
+
+HOST_S = 1.5
+"""For which the host is timed at once: within a second it may change its speed by a third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def measure_calls(
         # The host's time does not depend on the micro-batch; the least is what it took while nothing held it up.
         calls.append(CallTimes(key, name, sizes, forward_s, backward_s, saved_bytes, *map(min, launches_s)))
     calls = unwatched(
-        calls, [call_key(graph, call) for call in graph.calls], median(launched_s) if launched_s else None
+        calls, [call_key(graph, call) for call in graph.calls], mean_s(launched_s) if launched_s else None
     )
     disagreement = tuple(one for _, one in points)
     return ComputeTimes(tuple(calls), disagreement, bool(bench.blocks) or not graph.blocks, is_host_bound)
@@ -155,7 +158,7 @@ class _Bench:
         if not self._clock.is_behind_host:
             return []
         self.feed(micro_batch)
-        return host_launches_s(self._module, self._inputs, self._device, repetitions)
+        return host_launches_s(self._module, self._inputs, self._device, repetitions, HOST_S)
 
     def _explain(self, failure: PassError) -> OsdpError:
         error = failure.__cause__ or failure

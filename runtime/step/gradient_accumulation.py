@@ -8,7 +8,7 @@ Micro-batches count when their backward begins, so a forward without one (evalua
 mode) does not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -244,10 +244,13 @@ class Accumulation:
         waits_for_step = self.sharded.finishes_in_optimizer_step and self.pushed > 0
         return not (waits_for_step or (self.done and self.once_per_step))
 
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return which the model has beside the parameters that rest: gathered by a forward, or added later."""
-        registered, units = set(map(id, self.sharded.module.parameters())), self.sharded.units
-        return [one for one in parameters if id(one) in registered or any(unit.gathers(one) for unit in units)]
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+        """Return which of these, by identity, the model has beside the parameters that rest.
+
+        They were gathered by a forward, or added later.
+        """
+        registered = set(map(id, self.sharded.module.parameters())) & parameters.keys()
+        return registered.union(*(unit.gathered(parameters) for unit in self.sharded.units))
 
     def after_step(self) -> None:
         """Publish the parameters that the optimizer has changed."""

@@ -37,8 +37,8 @@ class Trained(Protocol):
     def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Discard what else there is of the gradients that an optimizer is about to clear."""
 
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return which the model has beside the parameters that rest: gathered by a forward, or added later."""
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+        """Return which of these, by identity, the model has beside the parameters that rest."""
 
     @property
     def local_shards(self) -> Sequence[LocalShard]:
@@ -72,7 +72,7 @@ def unwatch_optimizers(model: Trained) -> None:
 
 def _trained_by(optimizer: torch.optim.Optimizer) -> list[Trained]:
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [model for model, parameters in list(_watched.items()) if parameters & trained]
+    return [model for model, parameters in list(_watched.items()) if not parameters.isdisjoint(trained)]
 
 
 @cache
@@ -150,8 +150,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> dict[int, LocalShard]
     Raises OsdpError if it has parameters whose steps would be lost, or parts of what it needs whole.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    others = {id(one): one for one in parameters if not any(id(one) in known for known in _watched.values())}
-    parts = [one for one in parameters if isinstance(one, DTensor) and id(one) not in others]
+    watched = frozenset().union(*_watched.values())
+    others = {id(one): one for one in parameters if id(one) not in watched}
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSORS), None)
     owned = {
         id(shard.parameter): shard
@@ -159,15 +159,16 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> dict[int, LocalShard]
         for shard in model.local_shards
         if shard.is_uneven and tuple(shard.parameter.shape) == shard.shape
     }
-    parts = [one for one in parts if id(one) not in owned]
-    if name is not None and parts:
+    apart = () if name is None else parameters
+    parts = [one for one in apart if isinstance(one, DTensor) and id(one) not in others and id(one) not in owned]
+    if parts:
         what = f"{name} computes with whole tensors, of which this plan leaves parts on each rank"
         got = f"{len(parts)} of {len(parameters)} parameters sharded"
         pins = "*=replicate" if name in ALL_TENSORS else "*=replicate or *=owner"
         advice = f"plan with the pin {pins}, or take an optimizer that steps element by element, such as AdamW"
         raise OsdpError(what, got=got, expected="whole parameters", advice=advice)
     replaced = [one for key, one in others.items() if _replaced.get(key) is one]
-    gathered = {id(one) for model in (_watched if others else ()) for one in model.gathered(others.values())}
+    gathered = {key for model in (_watched if others else ()) for key in model.gathered(others)}
     for lost, why in (
         (replaced, "were the model's before OSDP(...)"),
         ([others[key] for key in gathered], "are gathered for one step only, or were added later"),

@@ -1,6 +1,6 @@
 """Wrapping by `fully_shard`: all-gather before forward and backward, reduce-scatter after backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
@@ -17,7 +17,7 @@ from runtime.torch_compat import (
     containers_with_forward,
     forget_forward,
     gather_for_every_backward,
-    gathers,
+    gathered,
     initialise,
     keep_after_forward,
     keep_repeated_inputs,
@@ -46,8 +46,8 @@ class FullyShardedUnit(WrappedUnit):
     def complete_reduction(self) -> None:
         complete_reduction(self.module)
 
-    def gathers(self, parameter: nn.Parameter) -> bool:
-        return gathers(self.module, parameter)
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+        return gathered(self.module, parameters)
 
 
 class Root(WrappedUnit):

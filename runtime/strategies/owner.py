@@ -16,7 +16,7 @@ Optimizers work on them as on any other sharded parameter; their `full_tensor` i
 `runtime.local_shards` says what a rank holds.  Communication is on the compute stream: it does not overlap.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import accumulate
@@ -129,8 +129,8 @@ class OwnedUnit(WrappedUnit):
             parameter.register(parameter.resting)
         self.flat.untyped_storage().resize_(0)
 
-    def gathers(self, parameter: nn.Parameter) -> bool:
-        return any(parameter is one.full for one in self.parameters)
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+        return {id(one.full) for one in self.parameters} & parameters.keys()
 
     def reset(self) -> None:
         for parameter in self.parameters:

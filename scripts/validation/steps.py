@@ -28,14 +28,16 @@ def median_step_s(step: Step, device: torch.device, timed: int = TIMED_STEPS) ->
     """Return the median of some steps, each from an idle device to an idle device."""
     for _ in range(WARM_UP_STEPS):
         step()
-    seconds = []
-    for _ in range(timed):
-        finish(device)
-        started = time.perf_counter()
-        step()
-        finish(device)
-        seconds.append(time.perf_counter() - started)
-    return median(seconds)
+    return median(seconds_of(step, device) for _ in range(timed))
+
+
+def seconds_of(step: Step, device: torch.device) -> float:
+    """Return the seconds of a step, from an idle device to an idle device."""
+    finish(device)
+    started = time.perf_counter()
+    step()
+    finish(device)
+    return time.perf_counter() - started
 
 
 def finish(device: torch.device) -> None:

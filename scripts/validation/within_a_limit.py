@@ -16,7 +16,7 @@ from yaml import safe_dump
 from osdp.planning.allocator_headroom import ROOMY, TIGHT, roomier_headroom
 from osdp.planning.clusters import allocatable_bytes, memory_limit
 from osdp.planning.request import Request, plan_model
-from osdp.profile.fsdp_overhead import launched_stacks_s, unit_launch
+from osdp.profile.fsdp_overhead import LaunchedStacks, launch_of, unit_launch
 from osdp.zoo import load_cluster, load_model, model_card
 from planner.analysis.explain import open_plan
 from planner.optimizers import fused_name
@@ -24,6 +24,7 @@ from profiler.byte_sizes import GIB, MIB
 from profiler.cluster.cluster import Cluster, Launch, Link
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import Measured, pass_launch_s
+from profiler.timing.host_launches import mean_s
 from profiler.timing.operator_times import measure_calls
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
@@ -111,9 +112,10 @@ def of_this_device(
     launches = sum(call.forward.launches + call.backward.launches for call in graph.calls)
     kernel_s = pass_launch_s(graph, calls) / launches
     with fake_world(8, 0):
-        unit = unit_launch(*launched_stacks_s(Meshes(device.type, 1, 8).mesh(8), 3 * STEPS, device, "fp32"))
+        stacks = LaunchedStacks(Meshes(device.type, 1, 8).mesh(8), device, "fp32")
+        unit = unit_launch(*map(mean_s, zip(*stacks.rounds(8 * STEPS), strict=True)))
     how = "measured: in this check"
-    launch = Launch(Figure(kernel_s, how), Figure(unit.unit_s, how), Figure(unit.tensor_s, how))
+    launch = launch_of(Figure(kernel_s, how), unit, how)
     measured = Measured(
         date.today().isoformat(), f"torch {torch.__version__}", STEPS, calls=calls, unit_overhead_s=None
     )

@@ -38,6 +38,8 @@ def figures_of(cluster: Cluster) -> Iterator[tuple[str, str, str]]:
         yield "host, launching a kernel", format_seconds(launch.kernel_s.value), launch.kernel_s.source
         yield "host, gather or reduction of a unit", format_seconds(launch.unit_s.value), launch.unit_s.source
         yield "and for each tensor of it", format_seconds(launch.unit_tensor_s.value), launch.unit_tensor_s.source
+        if (stepped := launch.stepped_tensor_s) is not None:
+            yield "host, stepping a tensor", format_seconds(stepped.value), stepped.source
     yield "overlap", "yes" if cluster.overlaps else "no", cluster.overlap_source
     if cluster.measured is not None:
         yield from _measured_figures(cluster.measured)

@@ -57,6 +57,8 @@ def _rates(cluster: Cluster) -> Table:
         unit_s = launch.unit_s.value + UNIT_TENSORS * launch.unit_tensor_s.value
         what = f"host, gather or reduction of an FSDP unit of {UNIT_TENSORS} tensors"
         table.add_row(what, format_seconds(unit_s), "hooks and launches")
+        if launch.stepped_tensor_s is not None:
+            table.add_row("host, stepping a tensor", format_seconds(launch.stepped_tensor_s.value), "fused")
     if not measured.collectives:
         link = format_rate(cluster.intra.bytes_per_s.value, "B/s")
         table.add_row("communication", "", f"not measured, as there is one rank; a link of {link} is assumed")

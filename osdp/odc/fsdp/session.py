@@ -10,7 +10,7 @@ these calls stand.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -132,9 +132,9 @@ class Session:
             raise OsdpError(what, got="gradients of this rank alone", expected=expected)
         self.wrapped.reshard()
 
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
         """Return nothing: FSDP itself says what its parameters are."""
-        return []
+        return set()
 
     @property
     def local_shards(self) -> Sequence[LocalShard]:
