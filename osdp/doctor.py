@@ -19,11 +19,7 @@ from profiler.errors import first_line, install_advice
 ALL_REDUCE_TIMEOUT_S = 60.0
 """After which ranks that do not meet are ended."""
 SHARED_MEMORY = Path("/dev/shm")
-_EXTRAS = (
-    ("nvml", "pynvml", "NVLinks of the visible GPUs"),
-    ("hf", "transformers", "models of Hugging Face"),
-    ("plot", "matplotlib", "pictures"),
-)
+_EXTRAS = (("hf", "transformers", "models of Hugging Face"), ("plot", "matplotlib", "pictures"))
 """Extras of setup.cfg, the module of each, and what it is for; CuPy is apart, since it depends on the driver."""
 _ALL_REDUCE = """
 import sys

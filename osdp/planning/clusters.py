@@ -119,11 +119,15 @@ def default_cluster(nodes: int | None = None, gpus_per_node: int | None = None) 
     gpus, connections = _visible_gpus()
     seen = " and ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
     nodes, gpus_per_node = nodes or 1, gpus_per_node or len(gpus)
-    preset = _preset_of(gpus)
-    if preset is not None:
-        return load_cluster(preset, nodes, gpus_per_node), f"the preset of the visible GPUs, {seen}"
+    unlike = ""
+    if (name := _preset_of(gpus)) is not None:
+        preset = load_cluster(name, nodes, gpus_per_node)
+        if _may_be_connected_so(preset, len(gpus), connections):
+            return preset, f"the preset of the visible GPUs, {seen}"
+        unlike = f" as they are connected {'by' if connections.nvlinks else 'without'} NVLink"
+    elif len({gpu.name for gpu in gpus}) > 1:
+        unlike = ", each figure the least of these GPUs"
     cluster = visible_cluster(gpus, connections)
-    unlike = "" if len({gpu.name for gpu in gpus}) == 1 else ", each figure the least of these GPUs"
     why = f"derived from the visible {seen}, which no preset describes{unlike}"
     return resized(cluster, nodes, gpus_per_node), f"{why}; osdp clusters {VISIBLE} --sources lists what is assumed"
 
@@ -155,6 +159,13 @@ def _visible_gpus() -> tuple[tuple[Gpu, ...], Connections]:
         advice = "a file that `osdp profile` wrote: --cluster, or device_info of OSDP()"
         raise OsdpError(what, got=torch.cuda.get_device_name(0), expected="GPUs of NVIDIA", advice=advice)
     return visible_gpus()
+
+
+def _may_be_connected_so(preset: Cluster, gpus: int, connections: Connections) -> bool:
+    """Whether a preset has NVLink where NVML finds it; one GPU alone has nobody, and NVML may tell nothing."""
+    if gpus < 2 or preset.nccl is None or not connections.from_nvml:
+        return True
+    return preset.nccl.nvlink == bool(connections.nvlinks)
 
 
 def _preset_of(gpus: Sequence[Gpu]) -> str | None:

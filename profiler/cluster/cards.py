@@ -2,6 +2,12 @@
 
 A card of the table is found by its name as `torch.cuda.get_device_properties` prints it, and its memory; of any other
 the rates follow from its multiprocessors and clocks (`profiler.cluster.visible_cluster`).
+
+The figures were compared on 2026-11-27 with transcriptions of the documents and with what devices print, as NVIDIA's
+own were not at hand: NVIDIA's blog on Ampere and Hopper, quotations of the whitepapers, vendors' pages, throughput.py
+of Lightning-AI/pytorch-lightning.  Where printed figures differ: of the T4's memory 300 and 320 GB/s, of the RTX 3090's
+products 71 and 71.2 TFLOPS, of the H100 PCIe's memory 2000 and 2039 GB/s, of the B200 first 80 TFLOPS, 8 TB/s, 192 GB.
+Of the A30's fp32 rate and the RTX 5090's only the product of multiprocessors and clock was found.
 """
 
 import re
@@ -40,10 +46,14 @@ class Card:
 
 
 _H20 = "NVIDIA H20, as vendors and the press have it; NVIDIA publishes no datasheet"
+_H20_3E = f"{_H20}; no source was found for its memory's rate"
+_GH200 = "NVIDIA H100 whitepaper, SXM5, and memory of the GH200 datasheet"
+_H800 = "NVIDIA H100 whitepaper, SXM5, which has the same chip"
+_V100_SXM3 = "NVIDIA V100 datasheet, SXM2, which has the same chip"
 CARDS = (
     Card("Tesla V100-SXM2-16GB", 16, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
     Card("Tesla V100-SXM2-32GB", 32, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
-    Card("Tesla V100-SXM3-32GB", 32, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet, SXM2"),
+    Card("Tesla V100-SXM3-32GB", 32, 80, 15.7e12, None, 900e9, 3, _V100_SXM3, kind="assumed"),
     Card("Tesla V100-PCIE-16GB", 16, 80, 14.0e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
     Card("Tesla V100-PCIE-32GB", 32, 80, 14.0e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
     Card("NVIDIA TITAN RTX", 24, 72, 16.3e12, None, 672e9, 3, "NVIDIA TITAN RTX datasheet", "titan-rtx-8"),
@@ -58,7 +68,7 @@ CARDS = (
     Card("NVIDIA A10G", 24, 80, 35.0e12, 70e12, 600e9, 4, "NVIDIA A10G datasheet"),
     Card("NVIDIA RTX A6000", 48, 84, 38.7e12, 154.8e12, 768e9, 4, "NVIDIA RTX A6000 datasheet"),
     Card("NVIDIA RTX A5000", 24, 64, 27.8e12, 111.1e12, 768e9, 4, "NVIDIA RTX A5000 datasheet"),
-    Card("NVIDIA GeForce RTX 3090", 24, 82, 35.6e12, 71.2e12, 936e9, 4, "NVIDIA Ampere GA102 whitepaper"),
+    Card("NVIDIA GeForce RTX 3090", 24, 82, 35.6e12, 71.2e12, 936e9, 4, "NVIDIA RTX Blackwell whitepaper, table 3"),
     Card("NVIDIA L4", 24, 58, 30.3e12, 121e12, 300e9, 4, "NVIDIA L4 datasheet, half of its rate with sparsity"),
     Card("NVIDIA L40", 48, 142, 90.5e12, 181e12, 864e9, 4, "NVIDIA L40 datasheet"),
     Card("NVIDIA L40S", 48, 142, 91.6e12, 362e12, 864e9, 4, "NVIDIA L40S datasheet"),
@@ -68,13 +78,13 @@ CARDS = (
     Card("NVIDIA H100 80GB HBM3", 80, 132, 66.9e12, 989.4e12, 3350e9, 5, "NVIDIA H100 whitepaper, SXM5", "h100-8"),
     Card("NVIDIA H100 80GB HBM2e", 80, 114, 51.2e12, 756e12, 2039e9, 5, "NVIDIA H100 whitepaper, PCIe"),
     Card("NVIDIA H100 PCIe", 80, 114, 51.2e12, 756e12, 2039e9, 5, "NVIDIA H100 whitepaper, PCIe"),
-    Card("NVIDIA H100 NVL", 94, 132, 60e12, 835e12, 3900e9, 5, "NVIDIA H100 datasheet, NVL, one of the two GPUs"),
-    Card("NVIDIA H800", 80, 132, 66.9e12, 989.4e12, 3350e9, 5, "NVIDIA H100 whitepaper, SXM5, the same chip"),
+    Card("NVIDIA H100 NVL", 94, 132, 60e12, 835e12, 3900e9, 5, "NVIDIA H100 datasheet, NVL, bf16 sparse / 2"),
+    Card("NVIDIA H800", 80, 132, 66.9e12, 989.4e12, 3350e9, 5, _H800, kind="assumed"),
     Card("NVIDIA H20", 96, 78, 44e12, 148e12, 4000e9, 5, _H20, kind="assumed"),
-    Card("NVIDIA H20-3e", 141, 78, 44e12, 148e12, 4800e9, 5, _H20, kind="assumed"),
+    Card("NVIDIA H20-3e", 141, 78, 44e12, 148e12, 4800e9, 5, _H20_3E, kind="assumed"),
     Card("NVIDIA H200", 141, 132, 66.9e12, 989.4e12, 4800e9, 5, "NVIDIA H200 datasheet, SXM", "h200-1"),
-    Card("NVIDIA H200 NVL", 141, 132, 60e12, 835e12, 4800e9, 5, "NVIDIA H200 datasheet, NVL"),
-    Card("NVIDIA GH200 480GB", 96, 132, 66.9e12, 989.4e12, 4000e9, 5, "NVIDIA GH200 datasheet, 96 GB"),
+    Card("NVIDIA H200 NVL", 141, 132, 60e12, 835e12, 4800e9, 5, "NVIDIA H200 datasheet, NVL, bf16 sparse / 2"),
+    Card("NVIDIA GH200 480GB", 96, 132, 66.9e12, 989.4e12, 4000e9, 5, _GH200),
     Card("NVIDIA B200", 180, 148, 75e12, 2250e12, 7700e9, 5, "NVIDIA Blackwell datasheet, an eighth of HGX B200"),
 )
 

@@ -18,7 +18,6 @@ from profiler.cluster.cards import Card, card_of, generation_of, slice_of
 from profiler.cluster.cluster import Cluster, Device, Host, Launch, Link, Nccl
 from profiler.cluster.figure import Figure
 from profiler.cluster.visible_gpus import Connections, Gpu
-from profiler.errors import install_advice
 
 VISIBLE = "visible"
 """Name of this cluster for `--cluster`; plans have it with the names of the GPUs behind it."""
@@ -35,7 +34,7 @@ _PCIE_BYTES_PER_S = {1: 3e9, 2: 6e9, 3: 12e9, 4: 24e9, 5: 48e9, 6: 96e9}
 _CONTEXT_BYTES, _CONTEXT_BYTES_PER_MULTIPROCESSOR = 300 * MIB, 4.2 * MIB
 _BESIDE_AN_H200 = "assumed: as measured beside an H200, on a virtual machine (docs/benchmarks/gpu.md)"
 _LAUNCH = Launch(*(Figure(seconds, _BESIDE_AN_H200) for seconds in (32e-6, 680e-6, 43e-6, 11e-6)))
-NO_NVML = f"NVML told nothing ({install_advice('nvml')})"
+NO_NVML = "NVML told nothing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What torch and NVML say of the GPUs that this process sees: their properties, and how they are connected.
 
-NVML is asked through the package nvidia-ml-py, if that is installed; what it does not tell is None.
+NVML is asked through the package nvidia-ml-py; what it does not tell, as where there is no driver, is None.
 """
 
 import ctypes

@@ -185,7 +185,7 @@ class DataDependent:
 
     def permute(self, tensor: Tensor, count: int) -> None:
         """Assume that a permutation is the identity, or reversed where draws are high."""
-        self._drew, is_reversed = True, bool(self._draws_at)
+        self._drew, is_reversed = True, (self._draws_at or 0.0) > 0.5
         order = range(count)[:: -1 if is_reversed else 1]
         self.values.assume(tensor, ("randperm", is_reversed), lambda: torch.tensor(order))
 

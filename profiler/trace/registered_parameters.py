@@ -38,14 +38,15 @@ def _names(root: nn.Module) -> list[str]:
 
 def _refusal(model: str, before: list[str], now: list[str]) -> OsdpError | None:
     """Return the error to raise of a forward that has changed which parameters there are."""
-    if removed := [name for name in before if name not in now]:
+    were, are = set(before), set(now)
+    if removed := [name for name in before if name not in are]:
         return OsdpError(
             f"the forward of {model} removes the parameter `{removed[0]}`, which sharding cannot follow",
             got=f"{len(removed)} parameters that are there only before the first forward",
             expected="the parameters that the model was built with",
             advice="remove it in __init__, or before the model is given to OSDP",
         )
-    if made := [name for name in now if name not in before]:
+    if made := [name for name in now if name not in were]:
         return OsdpError(
             f"the forward of {model} makes the parameter `{made[0]}`, which is not there to be planned or sharded",
             got=f"{len(made)} parameters that are there only after the first forward",

@@ -140,7 +140,11 @@ class Group:
             unit.forget()
 
     def reduce_across(self) -> None:
-        """Sum what was pushed in all groups, before it is taken; of ordered sums each is reduced as it is taken."""
+        """Sum what was pushed in all groups, before it is taken; of ordered sums each is reduced as it is taken.
+
+        Ordered windows have a slot for each rank: to reduce these at once would send as many times the bytes, and to
+        reduce their sums at once takes the memory of another gradient.
+        """
         if self.across is not None and not self.transport.ordered:
             self.transport.all_reduce(self.across)
 

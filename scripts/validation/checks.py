@@ -5,6 +5,7 @@ from __future__ import annotations
 from validation import (
     allocator,
     kernels,
+    lost_rank,
     machine,
     memory,
     one_sided,
@@ -51,7 +52,7 @@ CHECKS = (
     Check(
         8,
         "memory of one rank of 8 and of 2 x 4, every strategy",
-        "allocated within -1 to +3 %, reserved within the limit, no allocation retry",
+        "allocated within -1 to +3 %, reserved within the limit, no more retries than planned for",
         memory.check,
         240.0,
         times_nothing=True,
@@ -105,4 +106,5 @@ CHECKS = (
         gpus=2,
     ),
     Check(19, "fairscale's FSDP beside ours", "the same losses; times recorded", several_gpus.fairscale, 180.0, gpus=2),
+    Check(20, "a rank that is killed", "the other names it", lost_rank.check, 180.0, gpus=2),
 )

@@ -132,11 +132,11 @@ def alone(place: Place) -> Finding:
     status, output = command_output(command, TRAIN_TIMEOUT_S)
     if status:
         return Finding(False, f"osdp train ended with {status}\n{output[-2000:]}")
-    return found_in(output, STEPS)
+    return found_in(output, STEPS, offloads=not place.is_dry)
 
 
-def found_in(output: str, steps: int) -> Finding:
-    """Judge what `osdp train` has printed."""
+def found_in(output: str, steps: int, *, offloads: bool = False) -> Finding:
+    """Judge what `osdp train` has printed, which must say that it offloads if told so."""
     losses = [float(one) for one in re.findall(r"step +\d+/\d+ +loss (\S+)", output)]
     used = re.search(r"memory utilization: ([0-9.]+) MB / ([0-9.]+) MB", output)
     complaints = outside("steps reported", len(losses), steps, steps)
@@ -155,5 +155,7 @@ def found_in(output: str, steps: int) -> Finding:
     offloaded = re.search(r"operators: (.*?);", output)
     figures["operators"] = offloaded[1] if offloaded else ""
     complaints += outside("peak / limit", peak_bytes / limit_bytes, 0, 1)
+    if offloads and "+offload" not in figures["operators"]:
+        complaints.append(f"nothing was offloaded: {figures['operators'] or 'no operators were reported'}")
     told = f"loss {losses[-1] if losses else math.nan:.4g}, peak {peak_bytes / MIB:.0f} of {limit_bytes / MIB:.0f} MiB"
     return judged(told, complaints, figures)

@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -101,6 +103,25 @@ def test_ordered_sums_have_the_same_bits_in_every_run() -> None:
     assert run_ranks(_ordered, 4, "cuda", 2) == run_ranks(_ordered, 4, "cuda", 3)
 
 
+def _uneven(rank: int, ranks: int, kind: str, ordered: bool) -> None:
+    """Push as often as the rank's number says, from no times on."""
+    numel = 1009
+    with open_windows(kind, (WindowSpec("a", numel, torch.float32),), ordered=ordered) as transport:
+        for step in range(3):
+            for k in range(rank):
+                transport.windows[0].push(integers(ranks * numel, rank, step, k).to(kind))
+            transport.barrier()
+            pushed = [integers(ranks * numel, other, step, k) for other in range(ranks) for k in range(other)]
+            wanted = torch.stack(pushed).sum(0).view(ranks, numel)[rank]
+            assert torch.equal(transport.windows[0].take_gradient().cpu(), wanted)
+            transport.barrier()  # nobody pushes before all have taken
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["odc", "odc_ordered"])
+def test_windows_of_ranks_that_push_unequally_often(ordered: bool) -> None:
+    run_ranks(_uneven, 3, 3, "cuda", ordered)
+
+
 # --- faults and leaks
 
 
@@ -134,20 +155,22 @@ def test_a_lost_rank_is_named_and_a_next_run_works(how: str, told: str) -> None:
     assert run_ranks(_as_collectives, 2, 2, "cuda", False) == [2 * len(SPECS)] * 2
 
 
-def _free_bytes_before_and_after(rank: int) -> tuple[int, int]:
+def _left_bytes(rank: int) -> list[int]:
+    """Return by how many bytes less are free after each time that windows were opened and closed."""
     large = (WindowSpec("large", 16 << 20, torch.float32),)  # 128 MiB on each rank, with its accumulator
     free = []
-    for _ in range(10):
+    for _ in range(11):
         open_windows("cuda", large).close()
         dist.barrier()
         free.append(torch.cuda.mem_get_info()[0])
         dist.barrier()
-    return free[0], free[-1]
+    return [before - after for before, after in pairwise(free)]
 
 
 def test_windows_leave_no_memory_behind() -> None:
-    for first, last in run_ranks(_free_bytes_before_and_after, 2):
-        assert last >= first - (64 << 20)
+    """At most 64 MiB in ten times; the median, as other processes take and free memory too."""
+    for left_bytes in run_ranks(_left_bytes, 2):
+        assert 10 * median(left_bytes) <= 64 << 20
 
 
 # --- streams

@@ -12,7 +12,7 @@ from parity import MAX_NORM, Case, Trained, batches, cluster_of, compare, graph_
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from toys import Block, Blocks, batch_of, loss_of, seeded
@@ -70,9 +70,10 @@ def _whole(tensor: Tensor, ranks: int) -> Tensor:
         Case("gpt2", {}, "odc_ordered:2", nodes=1, accumulation=2),
         Case("llama", {}, "odc:4", nodes=1, ranks_per_node=4, recomputed=("blocks.0", "blocks.1")),
         Case("gpt2", {}, "odc:2", nodes=1, precision="bf16", recomputed=("blocks.1",)),
+        Case("llama", {}, "odc:4", nodes=1, ranks_per_node=4, precision="bf16"),
         Case("uneven", {}, "odc_ordered:2", nodes=1, precision="bf16"),
     ],
-    ids=["fp32", "ordered", "four ranks, recomputed", "bf16, recomputed", "ordered, bf16"],
+    ids=["fp32", "ordered", "four ranks, recomputed", "bf16, recomputed", "four ranks, bf16", "ordered, bf16"],
 )
 def test_a_model_trains_as_in_one_process(case: Case) -> None:
     result = run_ranks(_trains, case.world_size, case, "cuda")[0]
@@ -94,25 +95,42 @@ def test_ordered_windows_train_to_the_same_bits() -> None:
 # --- under FSDP's own wrappers
 
 
-def _wrapped(way: str, kind: str, frozen: bool) -> Any:
+def _wrapped(way: str, kind: str, frozen: bool, precision: str) -> Any:
     model: Any = seeded(lambda: Blocks(frozen=frozen)).to(kind)
+    dtype = torch.bfloat16 if precision == "bf16" else None
     if way == "fsdp1":
-        policy = ModuleWrapPolicy({Block})
         return FullyShardedDataParallel(
-            model, device_id=torch.device(kind, 0) if kind == "cuda" else torch.device(kind), auto_wrap_policy=policy
+            model,
+            device_id=torch.device(kind, 0) if kind == "cuda" else torch.device(kind),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(dtype, torch.float32, buffer_dtype=dtype) if dtype else None,
+            use_orig_params=frozen,
         )
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    mesh, policy = init_device_mesh(kind, (dist.get_world_size(),)), MixedPrecisionPolicy(dtype, torch.float32)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fsdp2.patch_lazy_init(fully_shard(model, mesh=mesh))
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp2.patch_lazy_init(fully_shard(model, mesh=mesh, mp_policy=policy))
     return model
 
 
-def _trains_by_library(rank: int, way: str, frozen: bool, kind: str) -> list[float]:
-    """Train with two micro-batches a step on rank 0 and one on rank 1; return the losses of this rank."""
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Return a wrapped model's parameters whole. A collective call."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): one.detach().cpu().clone()
+                for name, one in model.named_parameters()
+            }
+    return {name: _whole(one.detach(), dist.get_world_size()) for name, one in model.named_parameters()}
+
+
+def _trains_by_library(
+    rank: int, way: str, frozen: bool, precision: str, kind: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with two micro-batches a step on rank 0 and one on rank 1; return this rank's losses, and the weights."""
     face = fsdp1 if way == "fsdp1" else fsdp2
     odc.init()
-    model, losses = _wrapped(way, kind, frozen), []
+    model, losses = _wrapped(way, kind, frozen, precision), []
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
     for number in range(3):
         face.pre_minibatch_start(model)
@@ -125,11 +143,11 @@ def _trains_by_library(rank: int, way: str, frozen: bool, kind: str) -> list[flo
         optimizer.step()
         optimizer.zero_grad()
     face.stop()
-    return losses
+    return losses, _weights(model)
 
 
-def _trains_alone(frozen: bool) -> list[list[float]]:
-    """Do the same in one process; return the losses of each rank."""
+def _trains_alone(frozen: bool) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Do the same in one process and in fp32; return the losses of each rank, and the weights."""
     model, losses = seeded(lambda: Blocks(frozen=frozen)), [[], []]  # type: tuple[nn.Module, list[list[float]]]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
     for number in range(3):
@@ -141,11 +159,21 @@ def _trains_alone(frozen: bool) -> list[list[float]]:
                 losses[rank].append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    return losses, {name: one.detach() for name, one in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("way", "frozen"), [("fsdp2", False), ("fsdp2", True), ("fsdp1", False)])
-def test_fsdps_own_models_train_as_in_one_process(way: str, frozen: bool) -> None:
-    found = run_ranks(_trains_by_library, 2, way, frozen, "cuda")
-    for got, wanted in zip(found, _trains_alone(frozen), strict=True):
-        assert got == pytest.approx(wanted, rel=1e-4)
+@pytest.mark.parametrize(
+    ("way", "frozen", "precision"),
+    [(way, frozen, "fp32") for way in ("fsdp2", "fsdp1") for frozen in (False, True)]
+    + [("fsdp2", False, "bf16"), ("fsdp1", False, "bf16")],
+)
+def test_fsdps_own_models_train_as_in_one_process(way: str, frozen: bool, precision: str) -> None:
+    losses, weights = _trains_alone(frozen)
+    tolerance = 1e-4 if precision == "fp32" else 2**-5  # four roundings, as losses are squares of outputs
+    for (got, trained), wanted in zip(
+        run_ranks(_trains_by_library, 2, way, frozen, precision, "cuda"), losses, strict=True
+    ):
+        assert got == pytest.approx(wanted, rel=tolerance)
+        assert trained.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(trained[name], weight, rtol=tolerance, atol=tolerance)

@@ -202,7 +202,7 @@ def test_wheel_declares_what_it_needs(wheel: Path) -> None:
     assert "Requires-Python: >=3.11\n" in metadata
     assert "osdp = osdp.cli:main" in commands
     extras = {line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Provides-Extra: ")}
-    assert extras == {"cuda12", "cuda13", "docs", "hf", "lightning", "nvml", "plot", "ray", "report", "test"}
+    assert extras == {"cuda12", "cuda13", "docs", "hf", "lightning", "plot", "ray", "report", "test"}
     needs = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     always = {re.split(r"[<>=]", need)[0] for need in needs if "extra ==" not in need}
     interface = {"pyyaml", "pydantic", "typer", "rich", "tensorboard", "fairscale"}

@@ -118,6 +118,12 @@ def test_a_case_that_raises_keeps_no_other_from_being_run(monkeypatch: pytest.Mo
     assert "RuntimeError: no memory" in found.told
 
 
+def test_too_few_cases_are_none() -> None:
+    wanted = [replace(CASE, strategy=str(number)) for number in range(10)]
+    for count, passes in ((5, True), (4, False)):
+        assert memory.summary(wanted, dict.fromkeys(wanted[:count], HELD), []).passed is passes
+
+
 def test_an_allocator_that_refuses_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator.fill(DRY).passed is True
     monkeypatch.setattr(allocator, "_until_refused", lambda model: 0.97 * allocator.LIMIT_BYTES)
@@ -139,6 +145,14 @@ def test_training_that_is_as_it_should_be_passes() -> None:
 )
 def test_training_out_of_bounds_fails(before: str, after: str) -> None:
     assert found_in(TRAINED.replace(before, after), steps=2).passed is False
+
+
+@pytest.mark.parametrize(
+    ("operators", "passes"), [("replicate+offload 140", True), ("replicate 140", False), ("", False)]
+)
+def test_training_that_must_offload_says_so(operators: str, passes: bool) -> None:
+    output = TRAINED.replace("replicate+offload 3", operators)
+    assert found_in(output, steps=2, offloads=True).passed is passes
 
 
 def test_throughputs_are_read() -> None:

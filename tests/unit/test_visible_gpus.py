@@ -152,7 +152,7 @@ def test_what_nothing_tells_is_assumed(monkeypatch: pytest.MonkeyPatch, missing:
     assert device.memory_bytes_per_s.value == pytest.approx(50 * 8e9)
     for figure in (*device.matmul_flops_per_s.values(), device.memory_bytes_per_s, cluster.intra.bytes_per_s):
         assert figure.source.startswith("assumed: ")
-    assert "pip install -e '.[nvml]'" in cluster.intra.bytes_per_s.source
+    assert "NVML told nothing" in cluster.intra.bytes_per_s.source
 
 
 @pytest.mark.parametrize(
@@ -288,6 +288,34 @@ def test_two_presets_at_once_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, _ = default_cluster()
     assert cluster.name == "visible-nvidia-h100-80gb-hbm3-and-nvidia-h200"
     assert cluster.device.memory_bytes.value == int(79.1 * GIB)
+
+
+H100 = Shown("NVIDIA H100 80GB HBM3", (9, 0), 79.1, 132, 1980, 2619, 5120)
+TITAN = Shown("NVIDIA TITAN RTX", (7, 5), 23.6, 72, 2100, 7001, 384)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nvml", "name"),
+    [
+        ([H100] * 2, Nvml(nvlinks=18, pairs=None, to_switch=True), "h100-8"),
+        ([H100] * 2, Nvml(nvlinks=0), "visible-nvidia-h100-80gb-hbm3"),
+        ([H100] * 2, None, "h100-8"),
+        ([H100], Nvml(nvlinks=0), "h100-8"),
+        ([TITAN] * 2, Nvml(nvlinks=2, pairs=None), "visible-nvidia-titan-rtx"),
+        ([TITAN] * 2, Nvml(nvlinks=0), "titan-rtx-8"),
+    ],
+    ids=["NVSwitch", "PCI Express", "no NVML", "one alone", "a bridge", "none"],
+)
+def test_a_preset_is_taken_where_it_has_the_links_that_nvml_finds(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[Shown], nvml: Nvml | None, name: str
+) -> None:
+    show_gpus(monkeypatch, gpus, nvml)
+    cluster, why = default_cluster()
+    assert cluster.name == name
+    told = {"visible-nvidia-h100-80gb-hbm3": "without NVLink", "visible-nvidia-titan-rtx": "by NVLink"}
+    assert told.get(name, "the preset of the visible GPUs") in why
+    assert cluster.nccl is not None
+    assert cluster.nccl.nvlink is (name == "h100-8" or ("titan-rtx" in name and name != "titan-rtx-8"))
 
 
 # --- what is said, and plans ----------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""A rank that is killed between collectives is named by the other, by NCCL's watchdog or by gloo.
+
+`-m validation.lost_rank DEVICE RESULT` is one of two ranks, of which the environment tells the number: no launcher
+starts them, as one that loses a rank ends the others before these can say anything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from osdp.training.process_group import joined
+from runtime.failures.peer_faults import PeerLost, naming_faults
+from validation.bounds import judged, outside
+from validation.check import Finding, Place
+from validation.processes import ROOT
+
+RANKS, LOST = 2, 1
+STEPS, LAST_STEP = 10, 3
+TIMEOUT_S = 20.0
+"""Of the process group."""
+MOST_S = 3 * TIMEOUT_S
+"""From the end of the lost rank to the other's error."""
+
+
+def check(place: Place) -> Finding:
+    """Run both ranks, and read what the one that is left says of the other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    paths = os.pathsep.join([*map(str, (ROOT, ROOT / "tests", ROOT / "scripts")), os.environ.get("PYTHONPATH", "")])
+    shared = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    result = place.scratch / "lost-rank"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "validation.lost_rank", place.device, str(result)],
+            cwd=ROOT,
+            env={**shared, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    ranks[LOST].wait(90.0)
+    ended_s = time.monotonic()
+    try:
+        output, _ = ranks[1 - LOST].communicate(timeout=MOST_S)
+    except subprocess.TimeoutExpired:
+        ranks[1 - LOST].kill()
+        output, _ = ranks[1 - LOST].communicate()
+    took_s = time.monotonic() - ended_s
+    print(output, flush=True)
+    told = result.read_text() if result.exists() else ""
+    complaints = outside("seconds to the error", took_s, 0, MOST_S)
+    complaints += (
+        [] if f"rank {LOST}" in told else [f"the rank that is left does not name it: {told or output[-1000:]}"]
+    )
+    return judged(f"{told or 'nothing'}, after {took_s:.1f} s", complaints, {"took_s": took_s, "told": told})
+
+
+def main() -> None:
+    """Sum numbers until a rank is gone."""
+    device_type, result = sys.argv[1:]
+    with joined(device_type, TIMEOUT_S) as ranks:
+        value = torch.ones(1, device=ranks.device)
+        for step in range(STEPS):
+            if (ranks.rank, step) == (LOST, LAST_STEP):
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                with naming_faults(f"step {step}", TIMEOUT_S):
+                    dist.all_reduce(value)
+                    value.item()  # it waits for the device
+            except PeerLost as error:
+                Path(result).write_text(error.what)
+                os._exit(0)  # the group cannot be left in order any more
+
+
+if __name__ == "__main__":
+    main()
