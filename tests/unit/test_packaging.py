@@ -205,7 +205,7 @@ def test_wheel_declares_what_it_needs(wheel: Path) -> None:
     assert extras == {"cuda12", "cuda13", "docs", "hf", "lightning", "plot", "ray", "report", "test"}
     needs = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     always = {re.split(r"[<>=]", need)[0] for need in needs if "extra ==" not in need}
-    interface = {"pyyaml", "pydantic", "typer", "rich", "tensorboard", "fairscale"}
+    interface = {"pyyaml", "pydantic", "typer", "rich", "tensorboard", "fairscale", "nvidia-ml-py"}
     assert always == {"torch", "pulp", "highspy", "networkx", "numpy", "annotated-types"} | interface
 
 
