@@ -19,12 +19,15 @@ from queue import SimpleQueue
 from random import Random
 
 import torch
+import torch.distributed as dist
 from host_kernels import build
 
 from profiler.errors import OsdpError
 from runtime.odc.cupy_device import CupyDevice
+from runtime.odc.gpu_windows import DeviceTransport
 from runtime.odc.kernels import SOURCES
 from runtime.odc.launch_streams import LaunchStreams
+from runtime.odc.windows import WindowSpec
 
 HARNESS = """
 #include "cuda_host_shim.h"
@@ -55,6 +58,7 @@ extern "C" Word run(const char* name, unsigned x, unsigned y, unsigned threads, 
 }}
 """
 FOLDER = Path("/dev/shm")
+ONE = (WindowSpec("a", 300, torch.float32),)
 
 
 def build_kernels(folder: Path) -> Path:
@@ -226,6 +230,15 @@ class HostDevice:
     def synchronise(self) -> None:
         """Wait until all that was launched is done."""
         self._streams.synchronize()
+
+
+def open_windows(
+    device: HostDevice, specs: tuple[WindowSpec, ...] = ONE, timeout_s: float = 60.0, ordered: bool = False
+) -> DeviceTransport:
+    """Open windows over all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return DeviceTransport(group, specs, device, timeout_s, ordered)
 
 
 def no_device(*_: object) -> CupyDevice:

@@ -41,7 +41,7 @@ from runtime.observe.allocator_replay import least_limit_bytes, limit_without_re
 from runtime.observe.dry_run import DryRun, Script, dry_run
 from runtime.observe.part_peaks import PartPeak
 from runtime.optimizers import as_priced
-from runtime.own_gpu import keep_within, own_gpu
+from runtime.own_gpu import keep_within, own_gpu, raise_lost_ranks
 
 MOST_TOO_LOW = 0.01
 """A plan that holds so much more than predicted does not pass: it may run out of memory."""
@@ -246,6 +246,7 @@ def _measure(view: OpenPlan, source: ModelSource) -> _Held:
     plan = view.plan
     if not dist.is_initialized():
         torch.cuda.set_device(own_gpu())
+        raise_lost_ranks()
         # One rank may have been started by hand, without torchrun's addresses.
         ranks: dict[str, Any] = {}
         if "RANK" not in os.environ:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.host_copies import on_device
 from runtime.odc.cupy_device import CupyDevice
 from runtime.odc.kernels import BLOCKS_AT_ONCE, MOST_BLOCKS, THREADS, WHOLE_GPU, gather_grid, grid_for, near
 from runtime.odc.rendezvous import Rendezvous
@@ -121,14 +122,14 @@ class DeviceTransport(Transport):
         """Return a table on the device: that of the last time, as a rule, since shards stay where they are."""
         last, table = self._sources.get(index, ([], self._seen))
         if last != rows:
-            pinned = torch.tensor(rows, pin_memory=self._device.torch_device.type == "cuda")
-            table = pinned.to(self._device.torch_device, non_blocking=True)
+            table = on_device(torch.tensor(rows), self._device.torch_device)
             self._sources[index] = rows, table
         return table
 
     def pull(self, index: int, out: Tensor) -> None:
         ranks, size_bytes = len(self.ranks), out.numel() * out.itemsize // len(self.ranks)
         table, offset = self._table.data_ptr(), self._regions[index].published
+        # Then those of this GPU as well: of large shards a gather is 0.96 as fast as a copy (on an H200).
         if self._is_remote and size_bytes >= COPIED_BYTES:
             for rank in self._place.others_first():
                 self._device.copy(self._starts[rank] + offset, out.data_ptr() + rank * size_bytes, size_bytes)

@@ -41,6 +41,7 @@ from profiler.errors import OsdpError
 from runtime.failures.liveness import announce
 from runtime.failures.peer_faults import PeerLost, naming_peers
 from runtime.failures.rank_agreement import Agreement
+from runtime.host_copies import on_device
 from runtime.meshes import Meshes
 from runtime.odc.choose_transport import open_transport
 from runtime.odc.dry_run_windows import DryRunTransport, is_dry_run
@@ -122,8 +123,7 @@ class Group:
         is_replaced = any(unit.is_replaced for unit in self.units)
         flags = [float(flag) for unit in self.units for flag in unit.pushed]
         numbers = [micro_batches, micro_batches**2, is_changed, is_replaced, *flags]
-        kind = self.transport.device_type
-        message = torch.tensor(numbers, dtype=torch.float32, pin_memory=kind == "cuda").to(kind, non_blocking=True)
+        message = on_device(torch.tensor(numbers, dtype=torch.float32), torch.device(self.transport.device_type))
         self.summary.push(message.repeat(len(self.transport.ranks)))
 
     def received(self) -> list[float]:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from host_device import FOLDER, HostDevice, HostStream, build_kernels, no_device
+from host_device import FOLDER, ONE, HostDevice, HostStream, build_kernels, no_device, open_windows
 from ranks import run_ranks
 from windows import integers
 
@@ -34,7 +34,6 @@ SPECS = tuple(
     for dtype in (torch.float32, torch.bfloat16)
 )
 FROZEN = (WindowSpec("frozen", 8, torch.float32, 8),)
-ONE = (WindowSpec("a", 300, torch.float32),)
 STEPS = 12
 """On streams that lag behind."""
 
@@ -53,15 +52,6 @@ def prefix() -> str:
 def left(prefix: str) -> list[str]:
     """Return the names of memory that was not freed."""
     return [path.name for path in FOLDER.glob(f"{prefix}*")]
-
-
-def open_windows(
-    device: HostDevice, specs: tuple[WindowSpec, ...] = ONE, timeout_s: float = 60.0, ordered: bool = False
-) -> DeviceTransport:
-    """Open windows over all ranks."""
-    group = dist.group.WORLD
-    assert group is not None
-    return DeviceTransport(group, specs, device, timeout_s, ordered)
 
 
 # --- what collectives do

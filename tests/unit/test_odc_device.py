@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,33 @@ def test_kernels_go_to_the_current_stream(cupy: StandIn, monkeypatch: pytest.Mon
     device.launch("gather", (1, 1), 256, ())
     device.synchronise()
     assert [stream.synchronised for stream in streams] == [1, 0, 0]
+
+
+def test_streams_and_arguments_are_put_for_cupy_once(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three steps, each of two launches on one stream and one on another, with a barrier that counts them."""
+    faces: list[int] = []
+    make_face, make_words = cupy.cuda.ExternalStream, Counter[int]()
+
+    def face(handle: int, index: int) -> Any:
+        faces.append(handle)
+        return make_face(handle, index)
+
+    def word(value: int) -> np.uint64:
+        make_words[value] += 1
+        return np.uint64(value)
+
+    monkeypatch.setattr(cupy.cuda, "ExternalStream", face)
+    monkeypatch.setattr(cupy_device, "np", SimpleNamespace(uint64=word))
+    cupy_device._words.cache_clear()
+    device, streams = CupyDevice(), [Stream(handle) for handle in (70, 71)]
+    for step in range(3):
+        launches = ((0, "gather", (4096, 7)), (1, "scatter_accumulate_fp32", (8192,)), (0, "barrier", (100 + step,)))
+        for number, kernel, arguments in launches:
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda _, number=number: streams[number])
+            device.launch(kernel, (1, 1), 256, arguments)
+    assert faces == [70, 71]
+    assert make_words == Counter([4096, 7, 8192, 100, 101, 102])
+    assert [call[3] for call in cupy.calls if call[0] == "gather"] == [(np.uint64(4096), np.uint64(7))] * 3
 
 
 def test_copies_go_to_the_current_stream(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

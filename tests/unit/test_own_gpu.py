@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp.training import process_group
-from osdp.training.process_group import joined
+from osdp.training import process_group, rank_main
+from osdp.training.process_group import Ranks, joined
 from profiler.errors import OsdpError
 from runtime import own_gpu
 from runtime.failures.rank_agreement import Agreement
@@ -120,3 +120,45 @@ def test_not_a_byte_of_a_limit_is_lost(one: int, other: int) -> None:
         ):
             own_gpu.keep_within(limit_bytes, torch.device("cuda", 0))
         assert limit_bytes <= int(taken.call_args.args[0] * total_bytes) <= limit_bytes + 1
+
+
+@pytest.mark.parametrize(
+    ("device", "fsdp_type", "done"),
+    [
+        ("cuda", "OSDP", ["within 9400", "built", "within 8376", "trained"]),
+        ("cuda", "FSDP", ["built", "trained"]),
+        ("cpu", "OSDP", ["built", "trained"]),
+    ],
+)
+def test_windows_are_taken_off_what_the_allocator_may_have(
+    device: str, fsdp_type: str, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a limit of 10,000 bytes the context takes 600, and what two units have beside the allocator 1000 and 24."""
+    calls: list[str] = []
+    gpu = torch.device("cuda", 3)
+    plan = SimpleNamespace(limit_bytes=10_000)
+    cluster = SimpleNamespace(device=SimpleNamespace(reserve_bytes={"context": SimpleNamespace(value=600.0)}))
+    units = [SimpleNamespace(bytes_beside_allocator=size) for size in (1000, 0, 24)]
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(sharded=SimpleNamespace(units=units)),
+        position=SimpleNamespace(step=0),
+        resumed=None,
+        run=lambda: calls.append("trained"),
+    )
+
+    def keep_within(limit_bytes: int, of: torch.device) -> None:
+        assert of == gpu
+        calls.append(f"within {limit_bytes}")
+
+    stand_ins: dict[str, Any] = {
+        "from_rank_0": lambda name, choose: (plan, 0.0),
+        "cluster_of_plan": lambda of, path: cluster,
+        "keep_within": keep_within,
+        "_trainer": lambda *_: calls.append("built") or trainer,
+        "_summary": lambda *_: None,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(rank_main, name, stand_in)
+    job: Any = SimpleNamespace(device=device, config=SimpleNamespace(fsdp_type=fsdp_type))
+    rank_main._train(job, Ranks(0, 1, gpu), lambda event: None)
+    assert calls == done
