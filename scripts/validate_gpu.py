@@ -67,14 +67,11 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
         print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)
 
     together = [check for check in chosen if check.times_nothing] if has_room(place) else []
-    # Before them those of smaller numbers: one compiles the kernels, which the others then find.
-    first = min((check.number for check in together), default=0)
-    for check in (check for check in chosen if check.number < first):
-        note(check, run_one(check, place, output))
-    with ThreadPoolExecutor(max(1, len(together))) as pool:
-        begun = {pool.submit(run_one, check, place, output): check for check in together}
-        for ended in as_completed(begun):
-            note(begun[ended], ended.result())
+    for at_once in ([check for check in together if check.is_first == first] for first in (True, False)):
+        with ThreadPoolExecutor(max(1, len(at_once))) as pool:
+            begun = {pool.submit(run_one, check, place, output): check for check in at_once}
+            for ended in as_completed(begun):
+                note(begun[ended], ended.result())
     for check in chosen:
         if check.number not in found:
             note(check, run_one(check, place, output))

@@ -57,3 +57,5 @@ class Check:
     """The fewest that it needs; dry runs need none."""
     times_nothing: bool = False
     """Whether it may run beside others that do not, on a machine with room for several."""
+    is_first: bool = False
+    """Whether it then runs before the others, as these find what it makes."""

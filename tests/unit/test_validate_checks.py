@@ -118,10 +118,12 @@ def test_a_case_that_raises_keeps_no_other_from_being_run(monkeypatch: pytest.Mo
     assert "RuntimeError: no memory" in found.told
 
 
-def test_too_few_cases_are_none() -> None:
-    wanted = [replace(CASE, strategy=str(number)) for number in range(10)]
-    for count, passes in ((5, True), (4, False)):
-        assert memory.summary(wanted, dict.fromkeys(wanted[:count], HELD), []).passed is passes
+def test_all_cases_that_do_not_offload_must_run() -> None:
+    wanted = [replace(CASE, strategy=name) for name in ("shard", "owner", "shard+offload", "owner+offload")]
+    for run, passes in ((wanted[:2], True), (wanted, True), (wanted[1:], False), ([], False)):
+        found = memory.summary(wanted, dict.fromkeys(run, HELD), [])
+        assert found.passed is passes
+        assert f"{len(run)} of 4 cases ran" in found.told
 
 
 def test_an_allocator_that_refuses_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
