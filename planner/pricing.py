@@ -135,10 +135,10 @@ def fullest(
     if len(ranks) < 2:
         rank = ranks[0] if ranks else 0
         return rank, on_rank(rank)
-    best, most_bytes, longest_s = None, 0.0, 0.0
+    best, most_bytes, longest = None, 0.0, (0.0, 0.0)
     for rank in ranks:
         options = on_rank(rank)
-        longest_s = max(longest_s, sum(option.optimizer_s for option in options))
+        longest = max(longest, _optimizer_s(options))
         held_bytes = peak_memory(options, load).total_bytes
         if best is None or held_bytes > most_bytes:
             best, most_bytes = (rank, options), held_bytes
@@ -147,8 +147,16 @@ def fullest(
     assert best is not None, "there are several ranks"
     rank, (first, *others) = best
     # All wait for the rank whose optimizer steps longest, which may be another, say one that owns what is offloaded.
-    waiting_s = longest_s - sum(option.optimizer_s for option in best[1])
-    return rank, (replace(first, optimizer_s=first.optimizer_s + waiting_s), *others) if waiting_s else best[1]
+    more_s, more_wait_s = (theirs - own for theirs, own in zip(longest, _optimizer_s(best[1]), strict=True))
+    if not more_s:
+        return best
+    step_s, wait_s = first.optimizer_s + more_s, first.optimizer_wait_s + more_wait_s
+    return rank, (replace(first, optimizer_s=step_s, optimizer_wait_s=wait_s), *others)
+
+
+def _optimizer_s(options: Options) -> tuple[float, float]:
+    """Return the seconds of a rank's optimizer, and the part of them in which the device waits for the host."""
+    return sum(option.optimizer_s for option in options), sum(option.optimizer_wait_s for option in options)
 
 
 def _owners(

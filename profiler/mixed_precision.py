@@ -133,7 +133,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[s
         return isinstance(value, Tensor) and value.dtype != dtype and value.is_floating_point()
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        # It runs for every module in every forward, and PyTorch's functions for nested values take longer.
+        # Every module with parameters runs it in every forward, and PyTorch's functions for nested values take longer.
         values = (*args, *kwargs.values())
         leaves = values if all(isinstance(value, _LEAVES) for value in values) else tree_leaves(values)
         if not any(needs_cast(leaf) for leaf in leaves):

@@ -122,11 +122,11 @@ def default_cluster(nodes: int | None = None, gpus_per_node: int | None = None) 
     unlike = ""
     if (name := _preset_of(gpus)) is not None:
         preset = load_cluster(name, nodes, gpus_per_node)
-        if _may_be_connected_so(preset, len(gpus), connections):
+        if _may_be_connected_so(preset, min(gpus_per_node, len(gpus)), connections):
             return preset, f"the preset of the visible GPUs, {seen}"
         unlike = f" as they are connected {'by' if connections.nvlinks else 'without'} NVLink"
-    elif len({gpu.name for gpu in gpus}) > 1:
-        unlike = ", each figure the least of these GPUs"
+    if len({gpu.name for gpu in gpus}) > 1:
+        unlike += ", each figure the least of these GPUs"
     cluster = visible_cluster(gpus, connections)
     why = f"derived from the visible {seen}, which no preset describes{unlike}"
     return resized(cluster, nodes, gpus_per_node), f"{why}; osdp clusters {VISIBLE} --sources lists what is assumed"
@@ -161,11 +161,14 @@ def _visible_gpus() -> tuple[tuple[Gpu, ...], Connections]:
     return visible_gpus()
 
 
-def _may_be_connected_so(preset: Cluster, gpus: int, connections: Connections) -> bool:
-    """Whether a preset has NVLink where NVML finds it; one GPU alone has nobody, and NVML may tell nothing."""
-    if gpus < 2 or preset.nccl is None or not connections.from_nvml:
+def _may_be_connected_so(preset: Cluster, ranks: int, connections: Connections) -> bool:
+    """Whether NVML does not contradict a preset: links of its NVLink, and no ring of links that it has not.
+
+    One rank alone has nobody to be connected with.
+    """
+    if ranks < 2 or preset.nccl is None:
         return True
-    return preset.nccl.nvlink == bool(connections.nvlinks)
+    return connections.has_nvlink is not False if preset.nccl.nvlink else not connections.nvlinks
 
 
 def _preset_of(gpus: Sequence[Gpu]) -> str | None:

@@ -382,8 +382,8 @@ class StageUnits:
         gradients = sum(unit.bytes.gradients for unit in opened)
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
         held = [unit.bytes.stepped for unit in opened if accumulates and unit.bytes.gradients > unit.bytes.stepped]
-        opened_operators = (graph.operators[index] for unit in opened for index in unit.operators)
-        tensors = sum(parameter.trainable for operator in opened_operators for parameter in operator.parameters)
+        on_device = (graph.operators[i] for unit in opened if not unit.bytes.offloaded for i in unit.operators)
+        tensors = sum(parameter.trainable for operator in on_device for parameter in operator.parameters)
         largest, second = two_largest(
             [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
         )

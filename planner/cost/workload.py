@@ -167,7 +167,8 @@ class Workload:
     def optimizer_s(self, parameter_bytes: float, offloaded_bytes: float = 0.0, tensors: int = 0) -> float:
         """Return the seconds of one optimizer step over fp32 shards of so many bytes on the device and on the host.
 
-        `tensors` is how many those on the device are: where steps were measured, each takes its time.
+        `tensors` is how many those on the device are, empty ones that another rank owns too: each takes its time of the
+        host and, where steps were measured, of the device.
 
         The device steps for as long as it computes, or as the host launches that, whichever is longer.  The host steps
         after the device; without figures of it, it takes no time.
@@ -180,7 +181,7 @@ class Workload:
     def optimizer_wait_s(self, parameter_bytes: float, tensors: int) -> float:
         """Return the part of a step of so many tensors in which the device waits for a host that is not ahead of it."""
         launch = self.cluster.launch
-        if launch is None or launch.stepped_tensor_s is None or not parameter_bytes:
+        if launch is None or launch.stepped_tensor_s is None:
             return 0.0
         return max(0.0, tensors * launch.stepped_tensor_s.value - self._device_steps_s(parameter_bytes, tensors))
 
@@ -188,5 +189,5 @@ class Workload:
         measured = self.cluster.measured
         for times in measured.optimizers if measured else ():
             if times.name == self.optimizer_name:
-                return times.step_s(tensors if parameter_bytes else 0, parameter_bytes)
+                return times.step_s(tensors, parameter_bytes)
         return self.optimizer.touched * parameter_bytes / self.cluster.device.memory_bytes_per_s.value

@@ -96,7 +96,7 @@ class OptimizerTimes:
     """How long an optimizer step takes while all ranks take theirs."""
 
     name: str
-    """`adam`, `adamw` or `sgd`."""
+    """`adam`, `adamw` or `sgd`, or one of these with `fused_` before."""
     s_per_tensor: Figure
     """Seconds for each tensor that is stepped, whatever its size."""
     s_per_byte: Figure

@@ -35,6 +35,8 @@ class Connections:
     """Whether NVML told; otherwise NVLink and PCI Express are unknown."""
     nvlinks: int = 0
     """Active links of the GPU that has the fewest, if there is a ring over NVLink alone; otherwise 0."""
+    has_nvlink: bool | None = None
+    """Whether any GPU has an active link, in a ring or not; None: NVML cannot tell."""
     switched: bool = False
     """Whether they lead to NVSwitch."""
     peer_access: bool = False
@@ -135,9 +137,12 @@ def _connections(handles: list[Any], nvml: Nvml) -> Connections:
 
         return Connections(False, peer_access=all(torch.cuda.can_device_access_peer(*pair) for pair in pairs))
 
+    def status(first: int, second: int, capability: str) -> Any:
+        return nvml.ask("nvmlDeviceGetP2PStatus", handles[first], handles[second], nvml.constant(capability))
+
     def works(first: int, second: int, capability: str) -> bool:
-        status = nvml.ask("nvmlDeviceGetP2PStatus", handles[first], handles[second], nvml.constant(capability))
-        return status is not None and status == nvml.constant("NVML_P2P_STATUS_OK")
+        found = status(first, second, capability)
+        return found is not None and found == nvml.constant("NVML_P2P_STATUS_OK")
 
     linked = [pair for pair in pairs if works(*pair, "NVML_P2P_CAPS_INDEX_NVLINK")]
     active = [_active_links(handle, nvml) for handle in handles]
@@ -147,8 +152,10 @@ def _connections(handles: list[Any], nvml: Nvml) -> Connections:
     has_ring = all(2 * sum(index in pair for pair in linked) >= count for index in range(count))
     if count == 1:
         has_ring = switched  # To GPUs that this process does not see.
+    knows = any(status(*pair, "NVML_P2P_CAPS_INDEX_NVLINK") is not None for pair in pairs)
     return Connections(
         True,
+        has_nvlink=bool(linked or any(active)) or (False if knows else None),
         nvlinks=min(map(len, active)) if has_ring else 0,
         switched=switched and has_ring,
         peer_access=all(works(*pair, "NVML_P2P_CAPS_INDEX_WRITE") for pair in pairs),

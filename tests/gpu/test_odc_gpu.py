@@ -168,7 +168,7 @@ def _left_bytes(rank: int) -> list[int]:
 
 
 def test_windows_leave_no_memory_behind() -> None:
-    """At most 64 MiB in ten times; the median, as other processes take and free memory too."""
+    """At most 64 MiB in ten times, by the median time, as other processes take and free memory too."""
     for left_bytes in run_ranks(_left_bytes, 2):
         assert 10 * median(left_bytes) <= 64 << 20
 

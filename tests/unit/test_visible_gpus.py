@@ -297,6 +297,8 @@ TITAN = Shown("NVIDIA TITAN RTX", (7, 5), 23.6, 72, 2100, 7001, 384)
 @pytest.mark.parametrize(
     ("gpus", "nvml", "name"),
     [
+        ([H100] * 4, Nvml(nvlinks=18, to_switch=True), "h100-8"),
+        ([H100] * 4, Nvml(unsupported=("nvmlDeviceGetP2PStatus",)), "h100-8"),
         ([H100] * 2, Nvml(nvlinks=18, pairs=None, to_switch=True), "h100-8"),
         ([H100] * 2, Nvml(nvlinks=0), "visible-nvidia-h100-80gb-hbm3"),
         ([H100] * 2, None, "h100-8"),
@@ -304,7 +306,7 @@ TITAN = Shown("NVIDIA TITAN RTX", (7, 5), 23.6, 72, 2100, 7001, 384)
         ([TITAN] * 2, Nvml(nvlinks=2, pairs=None), "visible-nvidia-titan-rtx"),
         ([TITAN] * 2, Nvml(nvlinks=0), "titan-rtx-8"),
     ],
-    ids=["NVSwitch", "PCI Express", "no NVML", "one alone", "a bridge", "none"],
+    ids=["no ring", "not told", "NVSwitch", "PCI Express", "no NVML", "one alone", "a bridge", "none"],
 )
 def test_a_preset_is_taken_where_it_has_the_links_that_nvml_finds(
     monkeypatch: pytest.MonkeyPatch, gpus: list[Shown], nvml: Nvml | None, name: str
@@ -316,6 +318,11 @@ def test_a_preset_is_taken_where_it_has_the_links_that_nvml_finds(
     assert told.get(name, "the preset of the visible GPUs") in why
     assert cluster.nccl is not None
     assert cluster.nccl.nvlink is (name == "h100-8" or ("titan-rtx" in name and name != "titan-rtx-8"))
+
+
+def test_one_rank_has_nobody_to_be_connected_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_gpus(monkeypatch, [TITAN] * 2, Nvml(nvlinks=2, pairs=None))
+    assert default_cluster(gpus_per_node=1)[0].name == "titan-rtx-8"
 
 
 # --- what is said, and plans ----------------------------------------------------------------------
