@@ -202,3 +202,17 @@ def _held(cores: Sequence[int], how: int) -> Iterator[None]:
 def _forget_garbage(before: Path) -> None:
     """Have collections skip what there is before a file's first test."""
     garbage.set_aside()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the kernels of `cuda/`, built for `host_device.HostDevice`."""
+    from host_device import build_kernels  # it imports torch, which not every process of a test run does
+
+    return build_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Begin the names of all memory of a test's `HostDevice`."""
+    return f"osdp-test-{os.getpid()}-{time.monotonic_ns()}"

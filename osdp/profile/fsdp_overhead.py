@@ -100,7 +100,16 @@ def measure_units(
     if ("pull", ranks_per_node) in collective_s:
         stacks.append(_Stack(unit, device, meshes.group_mesh(ranks_per_node), windows=meshes))
     x = torch.randn(rows, rows, device=device, requires_grad=True)
-    mine = _rounds(stacks, repetitions, device, lambda stack: elapsed_s(partial(stack.run, x), device))
+
+    def round_s() -> list[float]:
+        seconds = []
+        for stack in stacks:
+            meet(device)
+            seconds.append(elapsed_s(partial(stack.run, x), device))
+            stack.finish()
+        return seconds
+
+    mine = _rounds(round_s, repetitions)
     everyone = Agreement.all().gather("measure units", lambda: mine)
     rounds = list(zip(*everyone, strict=True))
 
@@ -156,7 +165,7 @@ class LaunchedStacks:
 
     def rounds(self, repetitions: int) -> list[list[float]]:
         """Return the seconds of so many rounds. A collective call."""
-        return [self.round_s() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
+        return _rounds(self.round_s, repetitions)
 
     def round_s(self) -> list[float]:
         """Return the seconds until a step of each stack, and an optimizer's of the last, is launched.
@@ -205,19 +214,9 @@ def exposed_communication_s(gather_s: float, reduce_s: float, *, on_streams: boo
     return gather_s + reduce_s if on_streams else UNITS * (2 * gather_s + reduce_s)
 
 
-def _rounds(
-    stacks: "Sequence[_Stack]", repetitions: int, device: torch.device, seconds_of: "Callable[[_Stack], float]"
-) -> list[list[float]]:
-    """Return the seconds of a step of each stack, in turn, round by round. A collective call."""
-    found: list[list[float]] = []
-    for _ in range(WARM_UP_ROUNDS + repetitions):
-        seconds = []
-        for stack in stacks:
-            meet(device)
-            seconds.append(seconds_of(stack))
-            stack.finish()
-        found.append(seconds)
-    return found[WARM_UP_ROUNDS:]
+def _rounds(round_s: Callable[[], list[float]], repetitions: int) -> list[list[float]]:
+    """Return the seconds of so many rounds after those that warm up. A collective call."""
+    return [round_s() for _ in range(WARM_UP_ROUNDS + repetitions)][WARM_UP_ROUNDS:]
 
 
 class _Stack:

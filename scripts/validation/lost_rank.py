@@ -21,7 +21,7 @@ from osdp.training.process_group import joined
 from runtime.failures.peer_faults import PeerLost, naming_faults
 from validation.bounds import judged, outside
 from validation.check import Finding, Place
-from validation.processes import ROOT
+from validation.processes import ROOT, own_environment
 
 RANKS, LOST = 2, 1
 STEPS, LAST_STEP = 10, 3
@@ -36,14 +36,13 @@ def check(place: Place) -> Finding:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    paths = os.pathsep.join([*map(str, (ROOT, ROOT / "tests", ROOT / "scripts")), os.environ.get("PYTHONPATH", "")])
-    shared = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    shared = {**own_environment(), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     result = place.scratch / "lost-rank"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "validation.lost_rank", place.device, str(result)],
             cwd=ROOT,
-            env={**shared, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -59,9 +58,8 @@ def check(place: Place) -> Finding:
     complaints = outside("seconds to the error", took_s, 0, MOST_S)
     if ranks[LOST].returncode != -signal.SIGKILL or "killing itself" not in lost_output:
         complaints.append(f"rank {LOST} was not killed where it should be: {lost_output[-1000:]}")
-    complaints += (
-        [] if f"rank {LOST}" in told else [f"the rank that is left does not name it: {told or output[-1000:]}"]
-    )
+    if f"rank {LOST}" not in told:
+        complaints.append(f"the rank that is left does not name it: {told or output[-1000:]}")
     return judged(f"{told or 'nothing'}, after {took_s:.1f} s", complaints, {"took_s": took_s, "told": told})
 
 

@@ -30,15 +30,19 @@ def command_output(
     return status, output
 
 
-def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a command with all that it starts; return its exit status (124: it took too long) and its output."""
+def own_environment() -> dict[str, str]:
+    """Return the environment of programs of this clone, which add to what `PYTHONPATH` names."""
     own = filter(None, [os.environ.get("PYTHONPATH")])
     paths = os.pathsep.join([*map(str, (ROOT, ROOT / "tests", ROOT / "scripts")), *own])
-    given = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    return {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+
+
+def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run a command with all that it starts; return its exit status (124: it took too long) and its output."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=given,
+        env={**own_environment(), **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

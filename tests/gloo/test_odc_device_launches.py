@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from host_device import FOLDER, HostDevice, build_kernels, open_windows
+from host_device import FOLDER, HostDevice, open_windows
 from ranks import run_ranks
 from torch import Tensor
 from windows import integers
@@ -52,17 +50,6 @@ class Noting(HostDevice):
     ) -> None:
         self.noted.append(Launch(kernel, grid, tuple(arguments), subject))
         super().launch(kernel, grid, threads, arguments, subject)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_kernels(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture
-def prefix() -> str:
-    """Begin the names of all memory of a test."""
-    return f"osdp-test-{os.getpid()}-{time.monotonic_ns()}"
 
 
 # --- how much of a GPU

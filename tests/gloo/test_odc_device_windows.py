@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from host_device import FOLDER, ONE, HostDevice, HostStream, build_kernels, no_device, open_windows
+from host_device import FOLDER, ONE, HostDevice, HostStream, no_device, open_windows
 from ranks import run_ranks
 from windows import integers
 
@@ -36,17 +36,6 @@ SPECS = tuple(
 FROZEN = (WindowSpec("frozen", 8, torch.float32, 8),)
 STEPS = 12
 """On streams that lag behind."""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_kernels(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture
-def prefix() -> str:
-    """Begin the names of all memory of a test."""
-    return f"osdp-test-{os.getpid()}-{time.monotonic_ns()}"
 
 
 def left(prefix: str) -> list[str]:

@@ -9,10 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import pytest
@@ -155,22 +153,22 @@ def test_a_lost_rank_is_named_and_a_next_run_works(how: str, told: str) -> None:
     assert run_ranks(_as_collectives, 2, 2, "cuda", False) == [2 * len(SPECS)] * 2
 
 
-def _left_bytes(rank: int) -> list[int]:
-    """Return by how many bytes less are free after each time that windows were opened and closed."""
+def _left_bytes(rank: int) -> int:
+    """Return by how many bytes less are free after windows were opened and closed nine times more."""
     large = (WindowSpec("large", 16 << 20, torch.float32),)  # 128 MiB on each rank, with its accumulator
     free = []
-    for _ in range(11):
+    for _ in range(10):
         open_windows("cuda", large).close()
         dist.barrier()
         free.append(torch.cuda.mem_get_info()[0])
         dist.barrier()
-    return [before - after for before, after in pairwise(free)]
+    return free[0] - free[-1]
 
 
 def test_windows_leave_no_memory_behind() -> None:
-    """At most 64 MiB in ten times, by the median time, as other processes take and free memory too."""
-    for left_bytes in run_ranks(_left_bytes, 2):
-        assert 10 * median(left_bytes) <= 64 << 20
+    """Of three tries in one, as other processes may take memory meanwhile; what leaks does so in each."""
+    tries = (max(run_ranks(_left_bytes, 2)) for _ in range(3))
+    assert any(left_bytes <= 64 << 20 for left_bytes in tries)
 
 
 # --- streams
