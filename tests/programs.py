@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -64,6 +65,8 @@ RANKS = "ranks.socket"
 """File in the folder where the server of ranks listens."""
 START_S = 120.0
 """How long the server has to start."""
+REQUEST_S = 10.0
+"""How long a client has to send its request, for others wait."""
 
 
 def make_folder() -> str:
@@ -95,7 +98,12 @@ def _server_behind(name: str, *collected: str) -> str:
     executable, address = folder / name, folder / f"{name}.socket"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not address.exists():
+        if not _answers(address):
+            if address.exists():
+                address.unlink()
+                warnings.warn(
+                    f"the server of programs ended, and starts anew: {(folder / 'log').read_text()}", stacklevel=3
+                )
             with open(folder / "log", "w") as log:
                 command = [sys.executable, source, folder, *collected]
                 server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -111,6 +119,12 @@ def _server_behind(name: str, *collected: str) -> str:
             )
             executable.chmod(0o755)
     return str(executable)
+
+
+def _answers(address: Path) -> bool:
+    """Return whether a server listens there: one that was killed leaves its socket behind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        return client.connect_ex(str(address)) == 0
 
 
 def process_of(pid: int) -> int:
@@ -155,7 +169,14 @@ def serve(folder: Path, name: str, executable: str) -> NoReturn:
         for key, _ in watched.select(1.0):
             if key.fileobj is listener:
                 client, _ = listener.accept()
-                message, files, _, _ = socket.recv_fds(client, 2**20, 3)
+                client.settimeout(REQUEST_S)
+                try:
+                    message, files, _, _ = socket.recv_fds(client, 2**20, 3)
+                except OSError:
+                    message = b""
+                if not message:  # killed before it asked, as torchrun kills ranks that are just starting
+                    client.close()
+                    continue
                 request = json.loads(message)
                 pid = os.fork()
                 if pid == 0:
