@@ -24,6 +24,11 @@ _KEEPING = {
 }
 
 
+def keeps_storage(op: torch._ops.OpOverload) -> bool:
+    """Return whether `with_kept_storage` may return anything but the output."""
+    return op in _KEEPING or op is aten.mkldnn_rnn_layer.default
+
+
 def with_kept_storage(op: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> Any:
     """Return the output of `op(*args)` with the storage that the op's kernel leaves it, where it has no data.
 

@@ -37,7 +37,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.trace import elementwise
-from profiler.trace.known_values import KnownValues, has_data
+from profiler.trace.known_values import Effects, KnownValues, effects_of, has_data
 
 aten = torch.ops.aten
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -124,11 +126,18 @@ class DataDependent:
     # --- after an op ------------------------------------------------------------------------------
 
     def follow(
-        self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor], out: Any
+        self,
+        op: OpOverload,
+        dependence: Dependence,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        out: Any,
     ) -> None:
         """Note what is known, or assumed, of the outputs of `out = op(*args, **kwargs)`, and of what it wrote into."""
-        if not self.values.follow(op, args, kwargs, tensors, out) and op in _ASSUMED:
-            _ASSUMED[op](self, out, *args, **kwargs)
+        known = self.values.follow(op, dependence.effects, args, kwargs, tensors, out)
+        if not known and dependence.assume is not None:
+            dependence.assume(self, out, *args, **kwargs)
 
     def begin_forward(self, draws_at: float | None) -> None:
         """Begin the forward of a pass, whose inputs are there.
@@ -204,17 +213,18 @@ class DataDependent:
     def run(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """Return `call(op, args, kwargs)`, or the answer if the output depends on data.  Raises UnknownValueError."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if asks(op) and not all(map(has_data, tensors)):
+        dependence = dependence_of(op)
+        if dependence.asks and not all(map(has_data, tensors)):
             if op is aten.index.Tensor:
                 args = (args[0], self.selected(args[1]) or args[1])
             elif (answer := self.answer(op, args, kwargs, tensors)) is not NotImplemented:
                 return answer
         out = call(op, args, kwargs)
-        self.follow(op, args, kwargs, tensors, out)
+        self.follow(op, dependence, args, kwargs, tensors, out)
         return out
 
     def answer(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """Return what an op of `asks`, but no indexing, returns, or NotImplemented to run it.
+        """Return what an op that `asks`, but no indexing, returns, or NotImplemented to run it.
 
         Raises UnknownValueError.
         """
@@ -244,9 +254,22 @@ class DataDependent:
         return x.new_empty((x.numel(), x.dim()), dtype=torch.int64)
 
 
-def asks(op: OpOverload) -> bool:
-    """Return whether an op may have to be answered."""
-    return op in _WITHOUT_META or bool(DATA_TAGS & set(op.tags))
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """How an op depends on data.  Looked up once an op, as hashes of ops take longer than most of what is asked."""
+
+    asks: bool
+    """Whether it may have to be answered."""
+    effects: Effects
+    assume: Callable[..., None] | None
+    """What assumes values of its output, if those do not follow: (what follows, output, *arguments) -> None."""
+
+
+@cache
+def dependence_of(op: OpOverload) -> Dependence:
+    """Return how an op depends on data."""
+    asks = op in _WITHOUT_META or bool(DATA_TAGS & set(op.tags))
+    return Dependence(asks, effects_of(op), _ASSUMED.get(op))
 
 
 # The meta kernel of grouped_mm takes bfloat16 only; the backward of ctc_loss has none.

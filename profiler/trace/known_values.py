@@ -68,7 +68,7 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Effects:
+class Effects:
     """What an op does beside computing its outputs from its arguments."""
 
     names: tuple[str, ...]
@@ -144,13 +144,18 @@ class KnownValues:
         self._held.pop(tensor.untyped_storage()._cdata, None)
 
     def follow(
-        self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor], out: Any
+        self,
+        op: OpOverload,
+        effects: Effects,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        out: Any,
     ) -> bool:
         """Note what is known after `out = op(*args, **kwargs)`; return whether `out` is.
 
-        `tensors` are the tensors among the arguments.
+        `effects` are those of the op, `tensors` the tensors among the arguments.
         """
-        effects = _EFFECTS.get(op) or _EFFECTS.setdefault(op, _effects_of(op))
         known = not effects.random
         for tensor in tensors:
             if tensor.untyped_storage()._cdata not in self._held and not (has_data(tensor) and tensor.is_cpu):
@@ -321,14 +326,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-_EFFECTS: dict[OpOverload, _Effects] = {}
-
-
-def _effects_of(op: OpOverload) -> _Effects:
+def effects_of(op: OpOverload) -> Effects:
+    """Return what an op does, from its schema."""
     arguments = op._schema.arguments
     written = (one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write)
     random = torch.Tag.nondeterministic_seeded in op.tags
-    return _Effects(tuple(one.name for one in arguments), tuple(written), random)
+    return Effects(tuple(one.name for one in arguments), tuple(written), random)
 
 
 def has_data(tensor: Tensor) -> bool:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from profiler.trace.data_dependent import asks
+from profiler.loss_storage import keeps_storage
+from profiler.selective_recomputation import is_product
+from profiler.trace.data_dependent import Dependence, dependence_of
 
 aten = torch.ops.aten
 Formula = Callable[..., int]
@@ -29,6 +31,11 @@ _GATHER = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index
 _OVERWRITE = {f"aten::{name}_" for name in ("zero", "fill", "copy", "bernoulli", "normal", "uniform")}
 # Views by another name, of which torch has no fast meta kernel.
 _SAME = {aten._unsafe_view.default: aten.view.default}
+_RUNNING_STATISTICS = {
+    aten.native_batch_norm.default: 3,
+    aten.cudnn_batch_norm.default: 3,
+    aten.miopen_batch_norm.default: 3,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +58,14 @@ class Op:
     """Reads of its first argument only what it returns."""
     overwrites: bool
     """Does not read its first argument."""
-    asks: bool
-    """Its output may depend on data (`data_dependent.asks`)."""
+    product: bool
+    """Selective recomputation may keep what it returns (`is_kept` tells of each call)."""
+    keeps_storage: bool
+    """Its kernel may leave its output more memory than that has (`loss_storage`)."""
+    statistics: int | None
+    """Changes arguments of which its schema does not say so: the position of a running mean, which a running variance
+    and whether they change follow."""
+    data: Dependence
     flops: Formula | None
     """Formula of a matrix-like op: (*args, out_val=outputs, **kwargs) -> FLOPs; None for all others."""
 
@@ -74,7 +87,10 @@ def describe(op: torch._ops.OpOverload) -> Op:
         allocates_only=schema.name in _ALLOCATE_ONLY,
         gathers=schema.name in _GATHER,
         overwrites=schema.name in _OVERWRITE,
-        asks=asks(op),
+        product=is_product(op) and not schema.is_mutable,
+        keeps_storage=keeps_storage(op),
+        statistics=_RUNNING_STATISTICS.get(op),
+        data=dependence_of(op),
         flops=_FORMULAS.get(op) or flop_registry.get(op.overloadpacket),
     )
 

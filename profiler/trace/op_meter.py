@@ -52,15 +52,6 @@ Memo = dict[tuple[Any, ...], Known]
 """By op and description of its arguments (`_read`)."""
 
 
-_RUNNING_STATISTICS = {
-    torch.ops.aten.native_batch_norm.default: 3,
-    torch.ops.aten.cudnn_batch_norm.default: 3,
-    torch.ops.aten.miopen_batch_norm.default: 3,
-}
-"""Ops that change arguments of which their schemas do not say so, and where a running mean, a running variance and
-whether they change follow each other among the arguments."""
-
-
 def _modules_around(path: str) -> Iterator[str]:
     """Yield the paths of the modules that a module is in, the root's last."""
     while path:
@@ -117,7 +108,7 @@ class Meter(UncompiledMode):
         self._module, self._known_changes = module, changed
         self.changed: dict[str, tuple[BufferSite, ...]] = {}
         """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
-        self.written = WrittenParameters(module)
+        self.written = WrittenParameters(module, named)
         self._normalized = set[int]()
         """Keys of storages of running statistics that kernels have changed, which their schemas do not say."""
         self._ops: dict[OpOverload, Op] = {}
@@ -246,7 +237,7 @@ class Meter(UncompiledMode):
         block = self._module.get_submodule(execution.path)
         before = buffer_states(block)
         output = inner(*args, **kwargs)
-        now = buffer_states(block)
+        now = buffer_states(block) if before else {}
         sites = [site for site in before if before[site] != now.get(site) or before[site][1] in self._normalized]
         for site in sites:
             size = before[site][3]
@@ -299,11 +290,11 @@ class Meter(UncompiledMode):
             if op.passive:
                 return op.call(*args, **kwargs or {})
             if self._kept is not None:
-                if is_kept(func, args, kwargs or {}):
+                if op.product and is_kept(func, args, kwargs or {}):
                     return self._keep(self._kept, func, op, args, kwargs or {})
-                if not self.ledger.is_running_again:
+                if op.writes and not self.ledger.is_running_again:
                     self._kept.note_changes(func, args, kwargs or {})
-            first = _RUNNING_STATISTICS.get(func)
+            first = op.statistics
             if first is not None and args[first] is not None and args[first + 2]:
                 self._normalized.update(one.untyped_storage()._cdata for one in args[first : first + 2])
             return self._measure(func, op, args, kwargs or {})
@@ -337,12 +328,12 @@ class Meter(UncompiledMode):
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
                 out = func(*args, **kwargs)
-                self._data.follow(func, args, kwargs, tensors, out)
+                self._data.follow(func, op.data, args, kwargs, tensors, out)
                 return out
             if foreign:  # constants that meet traced tensors
                 args, kwargs = tree_map_only(Tensor, self._data.values.moved, (args, kwargs))
                 return self.__torch_dispatch__(func, (), args, kwargs)
-        if op.asks and (answer := self._answered(func, op, args, kwargs, tensors)) is not NotImplemented:
+        if op.data.asks and (answer := self._answered(func, op, args, kwargs, tensors)) is not NotImplemented:
             return answer
         if self._synthesize and op.has_device and (not tensors or kwargs.get("device") is not None):
             kwargs = {**kwargs, "device": META}
@@ -352,15 +343,23 @@ class Meter(UncompiledMode):
             check_dtypes(func, tensors)
         layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None
         if layouts is not None:
-            out = with_kept_storage(func, args, make(layouts))
+            out = make(layouts)
         elif op.in_place and self._synthesize:
             out = args[0]
         else:
-            out = with_kept_storage(func, args, self.ops.run(func, args, kwargs))
-        self._data.follow(func, args, kwargs, tensors, out)
+            out = self.ops.run(func, args, kwargs)
+        if op.keeps_storage:
+            out = with_kept_storage(func, args, out)
+        self._data.follow(func, op.data, args, kwargs, tensors, out)
         outputs = _outputs(out)
         fresh = self.ledger.produce(outputs)
-        if fresh and not self._recompute and self.ledger.block is not None and is_kept(func, args, kwargs):
+        if (
+            fresh
+            and op.product
+            and not self._recompute
+            and self.ledger.block is not None
+            and is_kept(func, args, kwargs)
+        ):
             self.ledger.keep(outputs, kept=False)
         if known is None:
             if layouts is None and self._synthesize and fresh and not op.in_place:

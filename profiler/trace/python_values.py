@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from profiler.fake_devices import DEVICE, device_of
 from profiler.trace.data_dependent import DataDependent, UnknownValueError
 from profiler.trace.known_values import computing, has_data
 from profiler.trace.uncompiled_mode import UncompiledMode
@@ -126,8 +127,8 @@ class _AnsweringMode(UncompiledMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # of most calls; a fake tensor does not know its device by itself
-            return func(*args)
+        if func is DEVICE:
+            return device_of(args[0])
         if any(kind.__name__ != "FakeTensor" for kind in types):  # a DTensor's own op; its parts come here, too
             return func(*args, **kwargs or {})
         return self._data.run(func, args, kwargs or {}, lambda op, args, kwargs: op(*args, **kwargs))

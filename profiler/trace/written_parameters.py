@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 class WrittenParameters:
     """The parameters of a module that its forward or backward writes into, or whose `.data` it sets."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+        """`named` are the parameters of the module now."""
         self.names: dict[str, None] = {}
         self._module = module
-        self._names = {one.untyped_storage()._cdata: name for name, one in module.named_parameters()}
+        self._names = {one.untyped_storage()._cdata: name for name, one in named.items()}
         """By key of the storage."""
 
     def note(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -69,8 +69,9 @@ class AllocationRecorder(PartPeaks):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self._steps) == 1 and func.__name__.partition(".")[0] in PRODUCTS:
-            self._products.setdefault(self.phase, len(self._steps[0]))
+        # Only the first product of a phase is of interest.
+        if len(self._steps) == 1 and self.phase not in self._products and func.__name__.partition(".")[0] in PRODUCTS:
+            self._products[self.phase] = len(self._steps[0])
         return out
 
     def begin_step(self) -> None:

@@ -28,7 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, Self
 
@@ -41,7 +41,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.byte_sizes import allocated_bytes
-from profiler.loss_storage import with_kept_storage
+from profiler.fake_devices import DEVICE, device_of
+from profiler.loss_storage import keeps_storage, with_kept_storage
 from runtime.torch_compat import held_tensor
 
 ACTIVATIONS = "activations"
@@ -71,6 +72,24 @@ class _Storage:
     """Counts the storages; another never has it."""
     size_bytes: int
     category: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What is asked of an operator at each of its calls."""
+
+    name: str
+    keeps_storage: bool
+    """Whether `with_kept_storage` may have to do with it."""
+    communicates: bool
+
+
+@cache
+def _described(op: Any) -> _Op:
+    return _Op(str(op), keeps_storage(op), op.namespace in ("c10d", "fsdp"))
+
+
+_is_wrapper = cache(is_traceable_wrapper_subclass_type)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -212,15 +231,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # of most calls; a fake tensor does not know its device by itself
-            return func(*args)
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # DTensor and its like unwrap themselves; their inner ops come back here
-        out = with_kept_storage(func, args, func(*args, **kwargs or {}))
+        if func is DEVICE:
+            return device_of(args[0])
+        for kind in types:
+            if _is_wrapper(kind):
+                return NotImplemented  # DTensor and its like unwrap themselves; their inner ops come back here
+        out, op = func(*args, **kwargs or {}), _described(func)
+        if op.keeps_storage:
+            out = with_kept_storage(func, args, out)
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):  # most, for which this is faster
             if isinstance(leaf, Tensor) and not leaf.is_meta:
-                self._count(leaf.untyped_storage(), str(func))
-        for leaf in tree_leaves((args, kwargs, out)) if func.namespace in ("c10d", "fsdp") else ():
+                self._count(leaf.untyped_storage(), op.name)
+        for leaf in tree_leaves((args, kwargs, out)) if op.communicates else ():
             if isinstance(leaf, Tensor) and self.category_of(leaf) == ACTIVATIONS:
                 self.label(leaf, "communication_buffers")
         return out

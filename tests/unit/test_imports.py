@@ -36,6 +36,7 @@ SHARED = frozenset(
     for name in (
         "alias_outputs",
         "computed_attributes",
+        "fake_devices",
         "loss_storage",
         "mixed_precision",
         "opaque_parameters",
