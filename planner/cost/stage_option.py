@@ -8,8 +8,9 @@ Everything that a plan costs is a sum over stages of these numbers (`planner.cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -221,14 +222,13 @@ class Run:
     def at(self, costs: StageCosts) -> Segment:
         """Return the segment at one micro-batch."""
         again_s = costs.again_s(self.recompute, self.is_whole)
-        forward_launch_s, backward_launch_s = map(
-            sum, zip(costs.launch_again_s(self.recompute), self.unit_launch_s, strict=True)
-        )
+        (forward_again_s, backward_again_s), units_s = costs.launch_again_s(self.recompute), self.unit_launch_s
+        forward_s, backward_s, forward_launch_s, backward_launch_s = costs.of_calls(self.calls)
         own = Launches(
-            sum(costs.forward_s[j] for j in self.calls),
-            sum(costs.backward_s[j] for j in self.calls) + again_s,
-            sum(costs.forward_launch_s[j] for j in self.calls) + forward_launch_s,
-            sum(costs.backward_launch_s[j] for j in self.calls) + backward_launch_s,
+            forward_s,
+            backward_s + again_s,
+            forward_launch_s + (forward_again_s + units_s[0]),
+            backward_launch_s + (backward_again_s + units_s[1]),
         )
         forward_s, backward_s, wait_s = launched(*own)
         is_launched = own.forward_launch_s or own.backward_launch_s
@@ -253,14 +253,22 @@ def launched(
 _COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[4:-1]))
 
 
-def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[Run, ...]:
-    """Return the runs of calls of one unit, with the communication of each; nothing is recomputed."""
-    unit_of = {operator: unit for unit in units for operator in unit.operators}
-    by_call = [unit_of[call.operator] for call in frame.stage.calls]
-    positions = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
-    runs = [(by_call[run[0]], run) for run in (tuple(members) for _, members in positions)]
-    found = []
-    for unit, members in runs:
+class StageParts:
+    """The units of a stage and their runs of calls, which its options share: most differ in one unit of several."""
+
+    def __init__(self, frame: StageFrame, units: UnitCosts) -> None:
+        self.frame = frame
+        self.unit = cache(partial(make_unit, frame, units))
+        self._run = cache(self._make_run)
+
+    def runs(self, units: Sequence[StagedUnit], is_whole: bool) -> tuple[Run, ...]:
+        """Return the runs of calls of one unit, with the communication of each; nothing is recomputed."""
+        unit_of = {operator: unit for unit in units for operator in unit.operators}
+        by_call = [unit_of[call.operator] for call in self.frame.stage.calls]
+        alike = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
+        return tuple(self._run(by_call[run[0]], run, is_whole) for run in (tuple(members) for _, members in alike))
+
+    def _make_run(self, unit: StagedUnit, members: tuple[int, ...], is_whole: bool) -> Run:
         starts = unit.opens and members[0] == unit.first
         ends = unit.closes and members[-1] == unit.last
         reduces = starts and unit.rests
@@ -285,9 +293,8 @@ def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[R
             copy_in_s=unit.traffic.copy_in_s if reduces else 0.0,
             step_exposed_s=at_end_s if in_step else 0.0,
         )
-        communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
-        found.append(Run(members, Recompute.NOTHING, is_whole, communication, launches_s))
-    return tuple(found)
+        communication = _COMMUNICATION(segment.apart(self.frame.load.cluster.interference))
+        return Run(members, Recompute.NOTHING, is_whole, communication, launches_s)
 
 
 @dataclass(frozen=True)
@@ -336,8 +343,7 @@ class StageUnits:
 
     def __init__(
         self,
-        frame: StageFrame,
-        units: UnitCosts,
+        parts: StageParts,
         strategies: tuple[Strategy, ...],
         spanning: Mapping[int, Strategy],
         elsewhere: frozenset[int] = frozenset(),
@@ -346,14 +352,14 @@ class StageUnits:
         included; their memory at rest is in the first stage that calls them.  Operators in `elsewhere` are owned by
         another rank, if their strategy is `owner`.
         """
-        stage, graph = frame.stage, frame.model.graph
-        found = join(graph, stage.operators, ((strategy,) for strategy in strategies), frame.model.slices)
+        frame, stage = parts.frame, parts.frame.stage
+        found = join(frame.model.graph, stage.operators, ((s,) for s in strategies), frame.model.slices)
         self.frame, self.strategies = frame, strategies
-        self.own = [make_unit(frame, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
-        self.here = [make_unit(frame, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
+        self.own = [parts.unit(u.operators, u.strategy, True, u.operators[0] in elsewhere) for u in found]
+        self.here = [parts.unit((o,), spanning[o], False, o in elsewhere) for o in stage.spanning]
         self.is_whole = stage.block is not None and len(self.own) == 1
         """Whether it is a block of one unit: no computation of it runs while it is sharded."""
-        self._runs = _runs(frame, [*self.own, *self.here], self.is_whole)
+        self._runs = parts.runs([*self.own, *self.here], self.is_whole)
         self._constants = self._without_micro_batch()
 
     def option(self, recompute: Recompute) -> StageOption:

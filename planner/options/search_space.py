@@ -25,7 +25,7 @@ import numpy as np
 from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageUnits, ambient
+from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageParts, StageUnits, ambient
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -103,6 +103,7 @@ class Space:
         self.costs = cache(lambda c, counts, load: StageCosts(self._frame(c, counts, self._first_load(load)), load))
         self._variant = cache(self._make_variant)
         self._made_once = cache(self._make_at_any_batch)
+        self._parts = cache(StageParts)
         # Of choices that differ in what they recompute, one follows the other.
         self._staged_units = lru_cache(1)(self._make_staged_units)
         self._all = cache(self._make_all)
@@ -215,16 +216,16 @@ class Space:
         load: Workload,
         elsewhere: Away,
     ) -> StageUnits:
-        around, mean = self.spanning_choices(spanning), elsewhere is None
+        around, away, mean = self.spanning_choices(spanning), elsewhere or frozenset(), elsewhere is None
         frame = self._frame(stage_class, counts, load)
         if not counts:
-            return StageUnits(frame, self._unit_costs(load, mean), strategies, around, elsewhere or frozenset())
+            return StageUnits(self._parts(frame, self._unit_costs(load, mean)), strategies, around, away)
         model, wholes = self._variant(stage_class, counts)
         numbers = {whole: o for o, whole in reversed(wholes.items())}
         spans = {numbers[o]: strategy for o, strategy in around.items()}
         units = self._unit_costs(load, mean, (stage_class, counts), model)
-        away = frozenset(o for o, whole in wholes.items() if whole in (elsewhere or ()))
-        return StageUnits(frame, units, strategies, spans, away)
+        away = frozenset(o for o, whole in wholes.items() if whole in away)
+        return StageUnits(self._parts(frame, units), strategies, spans, away)
 
     def stage_costs(self, stage_class: int, load: Workload) -> StageCosts:
         """Return the costs of the calls of a class of stages."""
