@@ -37,9 +37,12 @@ class UnitCosts:
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             ranks = cluster.gpus_per_node, cluster.world_size
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
-            traffic = unit_traffic(
-                *(parameters, strategy, load.precision, cluster), trains=self.graph.trains, model_bytes=self.model_bytes
-            )
+            if other := self.known.get((operators, strategy, not elsewhere)):
+                traffic = other[1]  # whoever owns it
+            else:
+                trains, model_bytes = self.graph.trains, self.model_bytes
+                where = parameters, strategy, load.precision, cluster
+                traffic = unit_traffic(*where, trains=trains, model_bytes=model_bytes)
             self.known[key] = held, traffic
         return self.known[key]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -88,6 +88,8 @@ class Segment:
 
         so that overlap stays a maximum of two numbers.
         """
+        if not interference:
+            return self
         gathers_s = self.forward_gather_s + self.backward_gather_s
         return replace(
             self,
@@ -361,18 +363,35 @@ class StageUnits:
         """Whether it is a block of one unit: no computation of it runs while it is sharded."""
         self._runs = parts.runs([*self.own, *self.here], self.is_whole)
         self._constants = self._without_micro_batch()
+        self._backward_notes = cache(self._make_backward_notes)
 
     def option(self, recompute: Recompute) -> StageOption:
         """Return the stage with this much of it recomputed."""
-        walk = StageMemoryWalk(self.frame, self.own, self.here, recompute)
-        walk.forward()
-        if recompute and self.frame.model.graph.trains:
-            walk.recomputation()
-        if self.frame.model.graph.trains:
-            walk.backward()
-        runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute))
+        block, blocks = self.frame.stage.block, self.frame.model.graph.blocks
+        in_tail = False
+        if recompute and block is not None and not self.is_whole:
+            in_tail = blocks[block].runs_again(recompute, is_whole=False).in_tail
+        # Moments of the forward and of the backward never see the same.
+        notes = {**self._forward_notes, **self._backward_notes(bool(recompute), in_tail)}
+        runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute)) if recompute else self._runs
         constants = {**self._constants, "takes": self.frame.stage.takes if recompute else ()}
-        return StageOption(recompute, walk.notes(), runs, constants, self.is_whole)
+        return StageOption(recompute, notes, runs, constants, self.is_whole)
+
+    @cached_property
+    def _forward_notes(self) -> Notes:
+        """The moments of its forward, whatever is recomputed."""
+        walk = StageMemoryWalk(self.frame, self.own, self.here, again=False, in_tail=False)
+        walk.forward()
+        return walk.notes()
+
+    def _make_backward_notes(self, again: bool, in_tail: bool) -> Notes:
+        """Return the moments of its backward, and of what runs again in it."""
+        walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail)
+        if self.frame.model.graph.trains:
+            if again:
+                walk.recomputation()
+            walk.backward()
+        return walk.notes()
 
     def _without_micro_batch(self) -> dict[str, Any]:
         """Return the fields of `StageCandidate` that depend on neither the micro-batch nor recomputation."""

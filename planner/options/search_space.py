@@ -54,7 +54,7 @@ Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 
 
 class _MeanCosts(UnitCosts):
-    """Costs of units averaged over ranks, rounded down."""
+    """Costs of units averaged over ranks, rounded down; `known` are those of each rank."""
 
     def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
         mine, traffic = super().__call__(operators, strategy, elsewhere)
@@ -104,8 +104,7 @@ class Space:
         self._variant = cache(self._make_variant)
         self._made_once = cache(self._make_at_any_batch)
         self._parts = cache(StageParts)
-        # Of choices that differ in what they recompute, one follows the other.
-        self._staged_units = lru_cache(1)(self._make_staged_units)
+        self._staged_units = lru_cache(1)(self._make_staged_units)  # choices that differ in recomputation come together
         self._all = cache(self._make_all)
         self._all_of = cache(lambda c, takes, load: [pair for take in takes for pair in self._all(c, take, load, None)])
         self._table = cache(lambda *key: OptionTable(self._all(*key)))
@@ -224,8 +223,8 @@ class Space:
         numbers = {whole: o for o, whole in reversed(wholes.items())}
         spans = {numbers[o]: strategy for o, strategy in around.items()}
         units = self._unit_costs(load, mean, (stage_class, counts), model)
-        away = frozenset(o for o, whole in wholes.items() if whole in away)
-        return StageUnits(self._parts(frame, units), strategies, spans, away)
+        elsewhere = frozenset(o for o, whole in wholes.items() if whole in away)
+        return StageUnits(self._parts(frame, units), strategies, spans, elsewhere)
 
     def stage_costs(self, stage_class: int, load: Workload) -> StageCosts:
         """Return the costs of the calls of a class of stages."""
@@ -258,7 +257,8 @@ class Space:
         key = (id(load.cluster), load.precision, load.optimizer_name, mean, variant)
         if key not in self._units:
             # The costs refer to `load`, so the cluster lives as long as its id is a key.
-            self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
+            costs = self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
+            costs.known = self._unit_costs(load, False, variant, model).known if mean else costs.known
         return self._units[key]
 
     def _make_replica(self, load: Workload) -> Replica:
