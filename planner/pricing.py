@@ -107,6 +107,8 @@ def fullest(
     least = dict(zip(space.model.idle, space.idle_strategies(load.cluster), strict=True))
     resting = least if idle is None else dict(zip(space.model.idle, idle, strict=True))
     owners = _owners(space, choices, space.spanning_choices(spanning) | resting, load.cluster)
+    if isinstance(spanning, tuple) and len(set(spanning)) == 1:
+        spanning = spanning[0]  # as most plans say it, so that what is known of their stages is found
 
     # Options are made for one example of each class of stages; spanning operators are everywhere the same.
     owned = []

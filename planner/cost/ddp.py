@@ -32,7 +32,7 @@ Source: `torch/nn/parallel/distributed.py` and `reducer.cpp` of torch 2.13.0, as
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
@@ -191,6 +191,7 @@ class Replica:
         self.load, self.model, self.stages, self.costs, self.parameters = load, model, model.stages, costs, parameters
         self.stage = cache(self._stage)
         self.segments = cache(_segments)
+        self._options = cache(self._make_options)
 
     def computing_s(self, number: int, again: Recompute) -> float:
         """Return the seconds of a stage's forward and backward in one micro-batch, waiting for the host included."""
@@ -198,16 +199,18 @@ class Replica:
 
     def options(self, recompute: Sequence[Recompute]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given what of each is recomputed."""
-        recompute = agreed(self.stages, recompute)
+        return self._options(agreed(self.stages, recompute))
+
+    def _make_options(self, recompute: tuple[Recompute, ...]) -> tuple[StageCandidate, ...]:
         runs = (self.segments(costs, again) for costs, again in zip(self.costs, recompute, strict=True))
         reduce_s, interference_s = self._reductions([segment.backward_s for segments in runs for segment in segments])
         found = []
         for number, again in enumerate(recompute):
             option, start = self.stage(number, again), self.stages[number].start
-            own = (
+            own = tuple(
                 _reduced(one, reduce_s[call], interference_s[call]) for call, one in enumerate(option.segments, start)
             )
-            found.append(replace(option, segments=tuple(own)))
+            found.append(StageCandidate(**{**vars(option), "segments": own}))  # a third of the time of `replace`
         return tuple(found)
 
     def _stage(self, number: int, again: Recompute) -> StageCandidate:

@@ -55,10 +55,11 @@ class MemoryPeak:
 
 def neighbour_bytes(moment: Moment, reduce_input: int, below: StageCandidate | None) -> float:
     """Return the buffers of other stages that are alive at a moment: of the last reduction, and of the one below."""
-    total = reduce_input if moment.neighbours.above else 0
-    if moment.neighbours.below and below:
+    sees_above, sees_below, sees_gather_below = moment.neighbours
+    total = reduce_input if sees_above else 0
+    if sees_below and below:
         total += below.gather_output if moment.phase == "forward" else below.prefetched
-    if moment.neighbours.gathers_below and below:
+    if sees_gather_below and below:
         total += below.prefetch_temporary
     return total
 
@@ -91,13 +92,14 @@ def held_moments(runs: Runs, load: Workload) -> Iterator[HeldMoment]:
     for place, (option, times) in enumerate(runs):
         after -= times * option.gradients
         waiting -= times * option.reduced_after_backward
-        for moment in option.moments if times == 1 else ():  # inside a run it is no higher than at an end
-            below = gathers[place][moment.phase == "forward"]
-            reduced = gradients if accumulates else 0.0 if moment.phase == "forward" else after
-            reduced += 0.0 if moment.phase == "forward" else waiting
-            beside_it = neighbour_bytes(moment, reductions[place], below)
-            kept = before - held if moment.phase == "forward" else before
-            yield kept + reduced + option.bytes_at(moment) + beside_it, place, moment, reduced, beside_it
+        if times == 1:  # inside a run it is no higher than at an end
+            in_backward = before, (gradients if accumulates else after) + waiting, option.ambient.bytes_in(False)
+            in_forward = before - held, gradients if accumulates else 0.0, option.ambient.bytes_in(True)
+            for moment in option.moments:
+                is_forward = moment.phase == "forward"
+                kept, reduced, around = in_forward if is_forward else in_backward
+                beside_it = neighbour_bytes(moment, reductions[place], gathers[place][is_forward])
+                yield kept + reduced + (moment.total_bytes + around) + beside_it, place, moment, reduced, beside_it
         before += times * (_saved(option, sharing) + option.kept)
         held += times * option.held
 

@@ -47,7 +47,7 @@ class SharedCollectives:
     @classmethod
     def of(cls, strategy: Strategy, model_bytes: int, cluster: Cluster) -> SharedCollectives | None:
         """Return what units of a strategy share; None if they share nothing."""
-        alike = replace(strategy, offload=False)
+        alike = replace(strategy, offload=False) if strategy.offload else strategy
         sent = strategy.spec.collectives(Volume(0, model_bytes, 0), alike, cluster)
         shared = [one for one in sent if one.shared and one.ranks > 1]
         if not shared:

@@ -37,9 +37,12 @@ class UnitCosts:
             parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
             ranks = cluster.gpus_per_node, cluster.world_size
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
-            traffic = unit_traffic(
-                *(parameters, strategy, load.precision, cluster), trains=self.graph.trains, model_bytes=self.model_bytes
-            )
+            if other := self.known.get((operators, strategy, not elsewhere)):
+                traffic = other[1]  # whoever owns it
+            else:
+                trains, model_bytes = self.graph.trains, self.model_bytes
+                where = parameters, strategy, load.precision, cluster
+                traffic = unit_traffic(*where, trains=trains, model_bytes=model_bytes)
             self.known[key] = held, traffic
         return self.known[key]
 
@@ -72,8 +75,16 @@ class StageCosts:
         self.forward_launch_s, self.backward_launch_s = map(list, zip(*launches_s, strict=True))
         self.memory = cache(lambda recompute: StageActivations(frame, load.micro_batch, recompute))
         self.again_s = cache(self._again_s)
+        self.of_calls = cache(self._of_calls)
+        self.launch_again_s = cache(self._launch_again_s)
 
-    def launch_again_s(self, recompute: Recompute) -> tuple[float, float]:
+    def _of_calls(self, calls: tuple[int, ...]) -> tuple[float, float, float, float]:
+        """Return the seconds of the forward and backward of some calls, and those in which the host launches them."""
+        found = (self.forward_s, self.backward_s, self.forward_launch_s, self.backward_launch_s)
+        forward_s, backward_s, forward_launch_s, backward_launch_s = (sum(one[j] for j in calls) for one in found)
+        return forward_s, backward_s, forward_launch_s, backward_launch_s
+
+    def _launch_again_s(self, recompute: Recompute) -> tuple[float, float]:
         """Return the seconds that recomputing the block costs the host in forward and in backward.
 
         Its forward is launched again.  Selectively, every operation of both forwards passes through a dispatch mode in

@@ -44,7 +44,6 @@ from typing import NamedTuple
 
 from planner.cost.stage_costs import Live, StageFrame
 from planner.cost.staged_unit import StagedUnit
-from profiler.model_graph import Recompute
 
 
 class Neighbours(NamedTuple):
@@ -128,9 +127,11 @@ class StageMemoryWalk:
     """
 
     def __init__(
-        self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], recompute: Recompute
+        self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], again: bool, in_tail: bool
     ) -> None:
-        self.frame, self.units, self.recompute = frame, own + spanning, recompute
+        """`again` is whether the block is recomputed, and `in_tail` whether it is then before the backward of what
+        follows its modules is over (`BlockRerun.in_tail`); what of it makes no difference."""
+        self.frame, self.units, self.recompute, self.in_tail = frame, own + spanning, again, in_tail
         self.own = [unit for unit in self.units if unit.own]
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
@@ -190,9 +191,6 @@ class StageMemoryWalk:
             self.note("recompute", calls[last].operator, unsharded, held, 0, ("call again", last), seen)
             return
         *others, top = sorted(self.own, key=lambda unit: unit.last)
-        block = self.frame.stage.block
-        blocks = self.frame.model.graph.blocks
-        again_in_tail = block is not None and blocks[block].runs_again(self.recompute, is_whole=False).in_tail
         target = next((unit for unit in reversed(others) if not unit.stalls), None)
         self.note_before_recomputation(others, top, target, held)
         # The others come with their forward; what has been prefetched is there until then.
@@ -202,7 +200,7 @@ class StageMemoryWalk:
             if unit is target:
                 prefetched = 0
             # The last one too, if what follows its modules needs the block before its own backward begins.
-            buffers = prefetched + (unit.prefetched if unit is not top or again_in_tail else 0)
+            buffers = prefetched + (unit.prefetched if unit is not top or self.in_tail else 0)
             if unit is not top:
                 operator, entering = unit.operators[0], ("gather again", unit.first)
                 with_temporary = buffers + unit.prefetch_temporary

@@ -8,8 +8,9 @@ Everything that a plan costs is a sum over stages of these numbers (`planner.cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -87,6 +88,8 @@ class Segment:
 
         so that overlap stays a maximum of two numbers.
         """
+        if not interference:
+            return self
         gathers_s = self.forward_gather_s + self.backward_gather_s
         return replace(
             self,
@@ -221,14 +224,13 @@ class Run:
     def at(self, costs: StageCosts) -> Segment:
         """Return the segment at one micro-batch."""
         again_s = costs.again_s(self.recompute, self.is_whole)
-        forward_launch_s, backward_launch_s = map(
-            sum, zip(costs.launch_again_s(self.recompute), self.unit_launch_s, strict=True)
-        )
+        (forward_again_s, backward_again_s), units_s = costs.launch_again_s(self.recompute), self.unit_launch_s
+        forward_s, backward_s, forward_launch_s, backward_launch_s = costs.of_calls(self.calls)
         own = Launches(
-            sum(costs.forward_s[j] for j in self.calls),
-            sum(costs.backward_s[j] for j in self.calls) + again_s,
-            sum(costs.forward_launch_s[j] for j in self.calls) + forward_launch_s,
-            sum(costs.backward_launch_s[j] for j in self.calls) + backward_launch_s,
+            forward_s,
+            backward_s + again_s,
+            forward_launch_s + (forward_again_s + units_s[0]),
+            backward_launch_s + (backward_again_s + units_s[1]),
         )
         forward_s, backward_s, wait_s = launched(*own)
         is_launched = own.forward_launch_s or own.backward_launch_s
@@ -253,14 +255,22 @@ def launched(
 _COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[4:-1]))
 
 
-def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[Run, ...]:
-    """Return the runs of calls of one unit, with the communication of each; nothing is recomputed."""
-    unit_of = {operator: unit for unit in units for operator in unit.operators}
-    by_call = [unit_of[call.operator] for call in frame.stage.calls]
-    positions = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
-    runs = [(by_call[run[0]], run) for run in (tuple(members) for _, members in positions)]
-    found = []
-    for unit, members in runs:
+class StageParts:
+    """The units of a stage and their runs of calls, which its options share: most differ in one unit of several."""
+
+    def __init__(self, frame: StageFrame, units: UnitCosts) -> None:
+        self.frame = frame
+        self.unit = cache(partial(make_unit, frame, units))
+        self._run = cache(self._make_run)
+
+    def runs(self, units: Sequence[StagedUnit], is_whole: bool) -> tuple[Run, ...]:
+        """Return the runs of calls of one unit, with the communication of each; nothing is recomputed."""
+        unit_of = {operator: unit for unit in units for operator in unit.operators}
+        by_call = [unit_of[call.operator] for call in self.frame.stage.calls]
+        alike = groupby(range(len(by_call)), key=lambda j: id(by_call[j]))
+        return tuple(self._run(by_call[run[0]], run, is_whole) for run in (tuple(members) for _, members in alike))
+
+    def _make_run(self, unit: StagedUnit, members: tuple[int, ...], is_whole: bool) -> Run:
         starts = unit.opens and members[0] == unit.first
         ends = unit.closes and members[-1] == unit.last
         reduces = starts and unit.rests
@@ -285,9 +295,8 @@ def _runs(frame: StageFrame, units: list[StagedUnit], is_whole: bool) -> tuple[R
             copy_in_s=unit.traffic.copy_in_s if reduces else 0.0,
             step_exposed_s=at_end_s if in_step else 0.0,
         )
-        communication = _COMMUNICATION(segment.apart(frame.load.cluster.interference))
-        found.append(Run(members, Recompute.NOTHING, is_whole, communication, launches_s))
-    return tuple(found)
+        communication = _COMMUNICATION(segment.apart(self.frame.load.cluster.interference))
+        return Run(members, Recompute.NOTHING, is_whole, communication, launches_s)
 
 
 @dataclass(frozen=True)
@@ -336,8 +345,7 @@ class StageUnits:
 
     def __init__(
         self,
-        frame: StageFrame,
-        units: UnitCosts,
+        parts: StageParts,
         strategies: tuple[Strategy, ...],
         spanning: Mapping[int, Strategy],
         elsewhere: frozenset[int] = frozenset(),
@@ -346,27 +354,44 @@ class StageUnits:
         included; their memory at rest is in the first stage that calls them.  Operators in `elsewhere` are owned by
         another rank, if their strategy is `owner`.
         """
-        stage, graph = frame.stage, frame.model.graph
-        found = join(graph, stage.operators, ((strategy,) for strategy in strategies), frame.model.slices)
+        frame, stage = parts.frame, parts.frame.stage
+        found = join(frame.model.graph, stage.operators, ((s,) for s in strategies), frame.model.slices)
         self.frame, self.strategies = frame, strategies
-        self.own = [make_unit(frame, u.operators, u.strategy, units, True, u.operators[0] in elsewhere) for u in found]
-        self.here = [make_unit(frame, (o,), spanning[o], units, False, o in elsewhere) for o in stage.spanning]
+        self.own = [parts.unit(u.operators, u.strategy, True, u.operators[0] in elsewhere) for u in found]
+        self.here = [parts.unit((o,), spanning[o], False, o in elsewhere) for o in stage.spanning]
         self.is_whole = stage.block is not None and len(self.own) == 1
         """Whether it is a block of one unit: no computation of it runs while it is sharded."""
-        self._runs = _runs(frame, [*self.own, *self.here], self.is_whole)
+        self._runs = parts.runs([*self.own, *self.here], self.is_whole)
         self._constants = self._without_micro_batch()
+        self._backward_notes = cache(self._make_backward_notes)
 
     def option(self, recompute: Recompute) -> StageOption:
         """Return the stage with this much of it recomputed."""
-        walk = StageMemoryWalk(self.frame, self.own, self.here, recompute)
-        walk.forward()
-        if recompute and self.frame.model.graph.trains:
-            walk.recomputation()
-        if self.frame.model.graph.trains:
-            walk.backward()
-        runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute))
+        block, blocks = self.frame.stage.block, self.frame.model.graph.blocks
+        in_tail = False
+        if recompute and block is not None and not self.is_whole:
+            in_tail = blocks[block].runs_again(recompute, is_whole=False).in_tail
+        # Moments of the forward and of the backward never see the same.
+        notes = {**self._forward_notes, **self._backward_notes(bool(recompute), in_tail)}
+        runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute)) if recompute else self._runs
         constants = {**self._constants, "takes": self.frame.stage.takes if recompute else ()}
-        return StageOption(recompute, walk.notes(), runs, constants, self.is_whole)
+        return StageOption(recompute, notes, runs, constants, self.is_whole)
+
+    @cached_property
+    def _forward_notes(self) -> Notes:
+        """The moments of its forward, whatever is recomputed."""
+        walk = StageMemoryWalk(self.frame, self.own, self.here, again=False, in_tail=False)
+        walk.forward()
+        return walk.notes()
+
+    def _make_backward_notes(self, again: bool, in_tail: bool) -> Notes:
+        """Return the moments of its backward, and of what runs again in it."""
+        walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail)
+        if self.frame.model.graph.trains:
+            if again:
+                walk.recomputation()
+            walk.backward()
+        return walk.notes()
 
     def _without_micro_batch(self) -> dict[str, Any]:
         """Return the fields of `StageCandidate` that depend on neither the micro-batch nor recomputation."""

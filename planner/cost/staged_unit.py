@@ -15,9 +15,9 @@ from planner.strategies.unit_collectives import is_plain
 from profiler.model_graph import ModelGraph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagedUnit:
-    """A unit as one stage sees it; calls are numbered within the stage."""
+    """A unit as one stage sees it; calls are numbered within the stage.  Compared by identity."""
 
     operators: tuple[int, ...]
     strategy: Strategy
@@ -137,7 +137,7 @@ def reopening_call(frame: StageFrame, operator: int) -> int | None:
 
 
 def make_unit(
-    frame: StageFrame, operators: tuple[int, ...], strategy: Strategy, units: UnitCosts, own: bool, elsewhere: bool
+    frame: StageFrame, units: UnitCosts, operators: tuple[int, ...], strategy: Strategy, own: bool, elsewhere: bool
 ) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]

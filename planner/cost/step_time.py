@@ -119,8 +119,11 @@ def plan_syncs(options: Iterable[StageCandidate]) -> bool:
 
 def waiting_s(option: StageCandidate, load: Workload, syncs: bool) -> float:
     """Return a stage's share of the waiting in a step, given whether ranks wait for each other in every micro-batch."""
+    share = load.waits.factor(syncs) - 1.0
+    if not share:
+        return 0.0
     computing_s = sum(one.forward_s + one.backward_s - one.launch_wait_s for one in option.segments)
-    return (load.waits.factor(syncs) - 1.0) * load.accumulation * computing_s
+    return share * load.accumulation * computing_s
 
 
 def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
@@ -128,18 +131,17 @@ def step_time(options: Sequence[StageCandidate], load: Workload) -> StepTime:
     runs = counted(options)
     segments = [(segment, times) for option, times in runs for segment in option.segments]
     overlaps, repeats = load.cluster.overlaps, load.accumulation
-    recompute = repeats * sum(times * s.recompute_s for s, times in segments)
-    launching = repeats * sum(times * s.launch_wait_s for s, times in segments)
-    compute = repeats * sum(times * (s.forward_s + s.backward_s) for s, times in segments) - recompute - launching
-    communication = sum(
-        times
-        * (
-            repeats * (s.forward_gather_s + s.backward_gather_s + s.reduce_s + s.forward_stall_s + s.backward_stall_s)
-            + s.step_reduce_s
-        )
-        for s, times in segments
-    )
-    apart = sum(times * (repeats * s.interference_s + s.step_exposed_s) for s, times in segments)
+    again = waits = computing = communication = apart = 0.0
+    for s, times in segments:
+        again += times * s.recompute_s
+        waits += times * s.launch_wait_s
+        computing += times * (s.forward_s + s.backward_s)
+        gathers_s = s.forward_gather_s + s.backward_gather_s
+        alone_s = gathers_s + s.reduce_s + s.forward_stall_s + s.backward_stall_s
+        communication += times * (repeats * alone_s + s.step_reduce_s)
+        apart += times * (repeats * s.interference_s + s.step_exposed_s)
+    recompute, launching = repeats * again, repeats * waits
+    compute = repeats * computing - recompute - launching
     apart += rest_s((option.parts, times) for option, times in runs)
     elapsed = apart + repeats * forward_s(segments, overlaps) + backward_s(segments, overlaps, last=True)
     if repeats > 1:

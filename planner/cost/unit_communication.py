@@ -91,9 +91,10 @@ def unit_traffic(
     seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "step": 0.0}
     syncs = False
     parts: Parts = ()
-    own_bytes = trained_bytes(parameters)
-    shared = SharedCollectives.of(strategy, own_bytes if model_bytes is None else model_bytes, cluster)
+    all_bytes = trained_bytes(parameters) if model_bytes is None else model_bytes
+    shared = SharedCollectives.of(strategy, all_bytes, cluster)
     if shared and trains:
+        own_bytes = trained_bytes(parameters)
         parts = ((shared, shared.part(own_bytes)),)
         seconds["step"] += shared.share_s(own_bytes)
     for collective in unit_collectives(parameters, strategy, precision, cluster, trains=trains):

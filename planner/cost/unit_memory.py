@@ -117,20 +117,20 @@ def unit_bytes(
     stepped_apart = [0, 0]
     for parameter in parameters:
         rows, rest = padded_rows(parameter, parts)
-        shard, compute = rows * rest, parameter.compute_bytes(precision)
+        shard, compute, element_bytes = rows * rest, parameter.compute_bytes(precision), parameter.element_bytes
+        held = allocated_bytes(element_bytes * shard)
         cast += compute * shard if parameter.is_cast(precision) else 0
         copied += allocated_bytes(compute * shard)
         if parameter.trainable:
-            gradients += parameter.element_bytes * shard
-            counters += optimizer.state_bytes(0, parameter.element_bytes)
-            states += optimizer.state_bytes(shard, parameter.element_bytes)
-            held = allocated_bytes(parameter.element_bytes * shard)
+            gradients += element_bytes * shard
+            counters += optimizer.state_bytes(0, element_bytes)
+            states += optimizer.state_bytes(shard, element_bytes)
             updates += optimizer.temporaries * held
             stepped_apart.append(held if optimizer.steps_apart else 0)
             pushed += compute * shard * parts
             last_gradient = allocated_bytes(compute * parameter.numel)
             full_gradients += last_gradient
-        at_rest += allocated_bytes(parameter.element_bytes * shard)
+        at_rest += held
         unsharded += allocated_bytes(compute * shard * parts)
         if strategy.secondary:
             secondary += allocated_bytes(compute * shard * parts // strategy.secondary)

@@ -32,18 +32,18 @@ class Column:
     """Numbers of some rows, to ask which of them are small."""
 
     def __init__(self, numbers: Array) -> None:
-        order = np.argsort(numbers, kind="stable")
+        order = numbers.argsort(kind="stable")
         self.numbers = numbers[order]
         self.first = _first_of(order)
 
     def at_most(self, numbers: Array) -> Sets:
         """Return, for each number, the rows that are at most that."""
-        found: Sets = self.first[np.searchsorted(self.numbers, numbers, side="right")]
+        found: Sets = self.first[self.numbers.searchsorted(numbers, side="right")]
         return found
 
     def below(self, numbers: Array) -> Sets:
         """Return, for each number, the rows that are less than that."""
-        found: Sets = self.first[np.searchsorted(self.numbers, numbers, side="left")]
+        found: Sets = self.first[self.numbers.searchsorted(numbers, side="left")]
         return found
 
 
@@ -95,7 +95,7 @@ def _ranks(rows: Array) -> list[Indices]:
     with the same places one."""
     found = dict[bytes, Indices]()
     for numbers in rows.T[1:]:
-        order = np.argsort(numbers, kind="stable")
+        order = numbers.argsort(kind="stable")
         in_order = numbers[order]
         places = np.empty(len(order), dtype=np.intp)
         places[order[0]] = 0
@@ -113,7 +113,7 @@ class _Block:
         self.sets, self.counts = list[Sets](), list[Indices]()
         for places in ranks:
             own = places[members]
-            self.sets.append(_first_of(np.argsort(own, kind="stable")))
+            self.sets.append(_first_of(own.argsort(kind="stable")))
             # A table of all places takes less than to search for each.
             self.counts.append(np.cumsum(np.bincount(own, minlength=int(places.max()) + 1)))
 

@@ -25,7 +25,7 @@ import numpy as np
 from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageUnits, ambient
+from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageParts, StageUnits, ambient
 from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
@@ -54,7 +54,7 @@ Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 
 
 class _MeanCosts(UnitCosts):
-    """Costs of units averaged over ranks, rounded down."""
+    """Costs of units averaged over ranks, rounded down; `known` are those of each rank."""
 
     def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
         mine, traffic = super().__call__(operators, strategy, elsewhere)
@@ -103,8 +103,8 @@ class Space:
         self.costs = cache(lambda c, counts, load: StageCosts(self._frame(c, counts, self._first_load(load)), load))
         self._variant = cache(self._make_variant)
         self._made_once = cache(self._make_at_any_batch)
-        # Of choices that differ in what they recompute, one follows the other.
-        self._staged_units = lru_cache(1)(self._make_staged_units)
+        self._parts = cache(StageParts)
+        self._staged_units = lru_cache(1)(self._make_staged_units)  # choices that differ in recomputation come together
         self._all = cache(self._make_all)
         self._all_of = cache(lambda c, takes, load: [pair for take in takes for pair in self._all(c, take, load, None)])
         self._table = cache(lambda *key: OptionTable(self._all(*key)))
@@ -215,16 +215,16 @@ class Space:
         load: Workload,
         elsewhere: Away,
     ) -> StageUnits:
-        around, mean = self.spanning_choices(spanning), elsewhere is None
+        around, away, mean = self.spanning_choices(spanning), elsewhere or frozenset(), elsewhere is None
         frame = self._frame(stage_class, counts, load)
         if not counts:
-            return StageUnits(frame, self._unit_costs(load, mean), strategies, around, elsewhere or frozenset())
+            return StageUnits(self._parts(frame, self._unit_costs(load, mean)), strategies, around, away)
         model, wholes = self._variant(stage_class, counts)
         numbers = {whole: o for o, whole in reversed(wholes.items())}
         spans = {numbers[o]: strategy for o, strategy in around.items()}
         units = self._unit_costs(load, mean, (stage_class, counts), model)
-        away = frozenset(o for o, whole in wholes.items() if whole in (elsewhere or ()))
-        return StageUnits(frame, units, strategies, spans, away)
+        elsewhere = frozenset(o for o, whole in wholes.items() if whole in away)
+        return StageUnits(self._parts(frame, units), strategies, spans, elsewhere)
 
     def stage_costs(self, stage_class: int, load: Workload) -> StageCosts:
         """Return the costs of the calls of a class of stages."""
@@ -257,7 +257,8 @@ class Space:
         key = (id(load.cluster), load.precision, load.optimizer_name, mean, variant)
         if key not in self._units:
             # The costs refer to `load`, so the cluster lives as long as its id is a key.
-            self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
+            costs = self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
+            costs.known = self._unit_costs(load, False, variant, model).known if mean else costs.known
         return self._units[key]
 
     def _make_replica(self, load: Workload) -> Replica:

@@ -143,10 +143,10 @@ class OverlapStates:
         `value` is V of the stage above, shape (prices, faces above, downward faces), None at the end of the chain;
         `paid_s` is what options pay for memory, shape (prices, options).
         """
-        cost: Array = np.take(paid_s, self.option, axis=1)
+        cost: Array = paid_s.take(self.option, axis=1)
         cost += self.pair_s
         if value is not None:
-            cost += np.take(value.reshape(len(value), -1), self.pair_faces, axis=1)
+            cost += value.reshape(len(value), -1).take(self.pair_faces, axis=1)
         found: Array = np.minimum.reduceat(cost, self.starts, axis=1)
         return found
 
@@ -154,9 +154,14 @@ class OverlapStates:
         """Return V of the stage, given that of the stage above and what its options pay (`least_by_state`)."""
         return self.least_by_face(self.least_by_state(value, paid_s))
 
+    @cached_property
+    def _more_by_face(self) -> Array:
+        """`more_s` by faces first, in one piece."""
+        return np.ascontiguousarray(self.more_s.T)
+
     def least_by_face(self, least: Array) -> Array:
         """Return the least cost by upward face and face below, shape (prices, faces, faces), of one for each state."""
-        by_face = least[:, None, :] + np.ascontiguousarray(self.more_s.T)
+        by_face = least[:, None, :] + self._more_by_face
         found: Array = np.minimum.reduceat(by_face, self.upward_starts, axis=2).transpose(0, 2, 1)
         return found
 
@@ -184,9 +189,9 @@ class OverlapStates:
         `rest_s` is what the stages below cost at least, shape (prices, states); `paid_s` as in `least_by_state`.
         """
         state, option, base_s, starts = self._by_pair
-        cost = np.take(rest_s, state, axis=1)
+        cost = rest_s.take(state, axis=1)
         cost += base_s
-        cost += np.take(paid_s, option, axis=1)
+        cost += paid_s.take(option, axis=1)
         found: Array = np.minimum.reduceat(cost, starts, axis=1)
         return found.reshape(len(found), -1, self.of.shape[1])
 
