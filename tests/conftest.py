@@ -101,8 +101,6 @@ LONGEST = (
 """Files that take longest: ranks wait in some while others compute, and a long one that starts last runs alone."""
 TIMED = ("gloo/test_profile_command.py", "gloo/test_communication_times.py")
 """Files that time what the machine can do within a budget of seconds: late, when fewer run beside them."""
-ALONE = ("unit/test_huggingface_time.py",)
-"""Files that bound CPU seconds, of which a process takes more beside others: last, and with no other at a time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -156,7 +154,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first and those that measure time last, with the rest of ranks and of others mixed."""
     older_torch.skip(items)
     folder = Path(__file__).parent
-    last = {folder / name: len(LONGEST) + 1 + place for place, name in enumerate((*TIMED, *ALONE))}
+    last = {folder / name: len(LONGEST) + 1 + place for place, name in enumerate(TIMED)}
     order = {folder / name: place for place, name in enumerate(LONGEST)} | last
     items.sort(key=lambda item: (order.get(item.path, len(LONGEST)), item.path.name))
 
@@ -167,11 +165,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _forget_garbage(item.path)
     if item.path.parent.name == "gloo":
         return (yield)
-    if item.path in {Path(__file__).parent / name for name in ALONE}:
-        with _held(_cores(), fcntl.LOCK_EX):
-            return (yield)
     for core in itertools.cycle(_cores()):
-        with suppress(BlockingIOError), _held([core], fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(BlockingIOError), _held(core):
             return (yield)
         if core == _cores()[-1]:
             time.sleep(0.05)
@@ -185,17 +180,13 @@ def _cores() -> list[int]:
 
 
 @contextmanager
-def _held(cores: Sequence[int], how: int) -> Iterator[None]:
-    """Hold cores; raises BlockingIOError if others do and `how` does not wait."""
-    held = list[int]()
+def _held(core: int) -> Iterator[None]:
+    """Hold a core; raises BlockingIOError if another process does."""
+    fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
-        for core in cores:
-            fcntl.flock(core, how)
-            held.append(core)
         yield
     finally:
-        for core in held:
-            fcntl.flock(core, fcntl.LOCK_UN)
+        fcntl.flock(core, fcntl.LOCK_UN)
 
 
 @cache

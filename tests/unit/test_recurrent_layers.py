@@ -107,7 +107,7 @@ def test_a_dry_run_holds_what_is_predicted(model: str, device_type: str) -> None
     """With the kernels of the plan's devices.  A CPU of the test machine computes, where it can."""
     source = ModelSource(model, MODELS[model], lambda module, batch: ((torch.randn(batch, 12, 32),), {}), 12)
     graph, machine = trace_model(source, device_type=device_type), cluster(1, 2)
-    plan = plan_of(graph, machine, {operator.name: "shard" for operator in graph.operators}, micro_batch=512)
+    plan = plan_of(graph, machine, {operator.name: "shard" for operator in graph.operators}, micro_batch=256)
     with_data = device_type == "cpu"
     found = compare(plan, source, graph, machine, with_data=with_data, device_type=device_type)
     assert -0.002 <= found.error <= 0.03, found

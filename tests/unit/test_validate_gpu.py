@@ -58,7 +58,7 @@ def test_numbers_are_there_once() -> None:
 # --- without a GPU
 
 
-@pytest.mark.parametrize("numbers", [[one.number for one in CHECKS] if THOROUGH else [1, 10]], ids=str)
+@pytest.mark.parametrize("numbers", [[one.number for one in CHECKS] if THOROUGH else [10]], ids=str)
 def test_checks_run_without_a_gpu(numbers: list[int], tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "validate_gpu.py"), "--cpu", "--output", str(tmp_path)]
     ended = subprocess.run([*command, "--only", *map(str, numbers)], capture_output=True, text=True, timeout=1800)
