@@ -11,15 +11,10 @@ from typing import Any
 import torch
 
 DEVICE = torch.ops.prim.device.default
-_META = torch.device("meta")
 
 
 def device_of(tensor: Any) -> torch.device:
     """Return what `DEVICE` does, for a dispatch mode."""
-    # These attributes are private; written for torch 2.11 to 2.13.
-    mode = getattr(tensor, "fake_mode", None)
-    if mode is None:
-        device: torch.device = DEVICE(tensor)
-    else:
-        device = _META if mode.in_kernel_invocation else tensor.fake_device
-    return device
+    # `fake_mode` is private; checked on torch 2.11 and 2.13, where a fake tensor's `device` is a property in Python.
+    found: torch.device = DEVICE(tensor) if getattr(tensor, "fake_mode", None) is None else tensor.device
+    return found

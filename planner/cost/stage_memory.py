@@ -131,7 +131,7 @@ class StageMemoryWalk:
     ) -> None:
         """`again` is whether the block is recomputed, and `in_tail` whether it is then before the backward of what
         follows its modules is over (`BlockRerun.in_tail`); what of it makes no difference."""
-        self.frame, self.units, self.recompute, self.in_tail = frame, own + spanning, again, in_tail
+        self.frame, self.units, self.again, self.in_tail = frame, own + spanning, again, in_tail
         self.own = [unit for unit in self.units if unit.own]
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
@@ -150,7 +150,7 @@ class StageMemoryWalk:
         total = 0.0
         for unit in self.units:
             is_over, opens = unit.closes and unit.last < j, unit.opens or (backward and unit.own)
-            if is_over and not (backward and self.recompute and unit.own):
+            if is_over and not (backward and self.again and unit.own):
                 total += unit.still_kept if backward else unit.kept
             elif not opens or unit.first <= j:
                 total += unit.bytes.unsharded
@@ -234,14 +234,14 @@ class StageMemoryWalk:
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
             gradients, at = reduced + self.held(done), "backward of call"
-            if j == len(calls) - 1 and self.recompute and self.own and not self.is_whole:
+            if j == len(calls) - 1 and self.again and self.own and not self.is_whole:
                 # What follows the block: it has not run again yet.
                 around = self.spanning_unsharded + sum(unit.still_kept for unit in self.own)
                 tail = "backward of tail", j
                 self.note("backward", call.operator, around, gradients, prefetched, tail, Neighbours(above, below))
                 at = "backward of module"
             for unit in self.units:
-                if unit.closes and unit.last == j and self.recompute and unit.own and unit is not self.whole:
+                if unit.closes and unit.last == j and self.again and unit.own and unit is not self.whole:
                     # It has been gathered to run again, and so has what would be prefetched now.
                     if not unit.stalls:
                         prefetched, below, _ = self.next_prefetch(j)
@@ -328,7 +328,7 @@ class StageMemoryWalk:
         later = [unit for unit in self.units if unit.closes and unit.last < j and not unit.stalls]
         if not later:
             return 0, True, 0
-        if self.recompute:
+        if self.again:
             return 0, False, 0  # What ran again has stayed gathered.
         unit = max(later, key=lambda unit: unit.last)
         return unit.prefetched, False, unit.prefetch_temporary

@@ -223,8 +223,8 @@ class Space:
         numbers = {whole: o for o, whole in reversed(wholes.items())}
         spans = {numbers[o]: strategy for o, strategy in around.items()}
         units = self._unit_costs(load, mean, (stage_class, counts), model)
-        elsewhere = frozenset(o for o, whole in wholes.items() if whole in away)
-        return StageUnits(self._parts(frame, units), strategies, spans, elsewhere)
+        parts_away = frozenset(o for o, whole in wholes.items() if whole in away)
+        return StageUnits(self._parts(frame, units), strategies, spans, parts_away)
 
     def stage_costs(self, stage_class: int, load: Workload) -> StageCosts:
         """Return the costs of the calls of a class of stages."""
@@ -254,11 +254,17 @@ class Space:
     def _unit_costs(
         self, load: Workload, mean: bool = False, variant: object = None, model: StagedModel | None = None
     ) -> UnitCosts:
-        key = (id(load.cluster), load.precision, load.optimizer_name, mean, variant)
+        key = (
+            id(load.cluster),
+            load.precision,
+            load.optimizer_name,
+            mean,
+            variant,
+        )  # costs refer to `load`, so it lives
         if key not in self._units:
-            # The costs refer to `load`, so the cluster lives as long as its id is a key.
             costs = self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
-            costs.known = self._unit_costs(load, False, variant, model).known if mean else costs.known
+            if mean:
+                costs.known = self._unit_costs(load, False, variant, model).known
         return self._units[key]
 
     def _make_replica(self, load: Workload) -> Replica:

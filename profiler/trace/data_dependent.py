@@ -256,7 +256,7 @@ class DataDependent:
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """How an op depends on data.  Looked up once an op, as hashes of ops take longer than most of what is asked."""
+    """How an op depends on data, in one place: to look it up hashes the op, which takes longer than what is asked."""
 
     asks: bool
     """Whether it may have to be answered."""

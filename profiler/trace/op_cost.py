@@ -66,6 +66,7 @@ class Op:
     """Changes arguments of which its schema does not say so: the position of a running mean, which a running variance
     and whether they change follow."""
     data: Dependence
+    """How its output depends on data."""
     flops: Formula | None
     """Formula of a matrix-like op: (*args, out_val=outputs, **kwargs) -> FLOPs; None for all others."""
 

@@ -26,6 +26,7 @@ from planner.search.knapsack import least_cost, whole_choices
 from planner.strategies.registry import strategies_on
 from profiler.cluster.cluster import Cluster, Host
 from profiler.cluster.figure import Figure
+from profiler.cluster.measurements import CallTimes, Measured, call_key
 from profiler.model_graph import ModelGraph, Recompute
 
 PLANS = 200
@@ -125,6 +126,24 @@ def test_candidates_do_not_depend_on_which_sizes_were_first(graph: ModelGraph, m
     for sizes in ((1, 3), (17, 1), (4, 2)):
         first, alone = candidates(shared, *sizes), candidates(Space(graph), *sizes)
         assert (first.options, first.choices) == (alone.options, alone.choices)
+
+
+def test_baselines_are_the_fastest_where_larger_micro_batches_were_measured_to_take_less() -> None:
+    graph, machine, sizes = transformer(2, 256), cluster(nodes=2, gpus=2), tuple(range(1, 10))
+    seconds = (0.01, 0.1, 0.001, 0.01, 0.0001, 0.01, 0.03, 0.1, 0.0003)
+    keys = dict.fromkeys(call_key(graph, call) for call in graph.calls)
+    times = tuple(CallTimes(key, key, sizes, seconds, seconds, (0.0,) * 9) for key in keys)
+    machine = replace(machine, measured=Measured("2026-01-01", "drawn", 1, calls=times))
+    space = Space(graph)
+    loads = tuple(space.known_load(Workload(machine, "adam", "fp32", size)) for size in sizes)
+    for found in baselines(space, loads, 1 << 40):
+        if found.name in {"FSDP", "HSDP", "ZeRO-2"}:
+            group = [s for s in strategies_on(machine) if s.spec.baseline == found.name and not s.offload]
+            speeds = [
+                load.samples_per_step / step_time(uniform(space, load, strategy, found.recompute), load).total_s
+                for strategy, load in product(group, loads)
+            ]
+            assert found.samples_per_s == pytest.approx(max(speeds)), found.name
 
 
 @pytest.mark.parametrize("room", [0.0, 0.3, 0.9])

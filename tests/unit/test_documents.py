@@ -109,6 +109,20 @@ def test_what_is_missing_is_noticed(text: str) -> None:
     assert missing(CHECKOUT / "README.md", text)
 
 
+def unfilled(text: str) -> list[str]:
+    """Return the lines, outside of code, that are one word in capitals: what was to be replaced by something."""
+    return re.findall(r"^[A-Z]{3,}$", FENCE.sub("", text), re.M)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(CHECKOUT)))
+def test_nothing_is_left_to_fill_in(document: Path) -> None:
+    assert unfilled(document.read_text()) == []
+
+
+def test_what_is_left_to_fill_in_is_noticed() -> None:
+    assert unfilled("# A page\n\nTABLE\n\n```\nHELLO\n```\n") == ["TABLE"]
+
+
 def test_what_is_there_is_found() -> None:
     text = (
         "[a](docs/planner.md#the-space) [b](https://example.org/none.md) `profiler/errors.py` "
