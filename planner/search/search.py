@@ -383,6 +383,9 @@ class _Sweep:
             floor = max(speed, self.enough)
             wanted = max(speed * (1 + (CLOSE_ENOUGH if made >= MANY_MADE else 0.0)), self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
+            if spent and isinstance(point, _Point) and point.above is not None and point.bound > point.above.least:
+                heapq.heappush(queue, replace(point, bound=point.above.least))  # which takes no labels
+                continue
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
             is_tried = isinstance(point, _Point) and (point.widening is not None or point.owned is not None)

@@ -26,7 +26,7 @@ from planner.options.search_space import Space
 from planner.pricing import PricedPlan
 from planner.problem import Task, micro_batches
 from planner.search.least_memory import smallest_of, smallest_plan
-from planner.search.search import Effort, Found, _Sweep, search
+from planner.search.search import Effort, Found, _Above, _Point, _Sweep, search
 from planner.solve.counting_ilp import MANY_OPTIONS, SECONDS, CountingProgram, fastest, make_solver, supported
 from planner.solve.lagrangian_bound import ChainBound, events_near
 from planner.solve.solve_candidates import MUCH, has_runs, programmed
@@ -388,3 +388,18 @@ def test_the_program_comes_first_where_stages_are_alike(
     found = search(Task(graph, machine, int(1.1 * smallest.peak.total_bytes), micro_batch=1), space=space)
     assert found.gap < 1e-3
     assert noted == solved
+
+
+@pytest.mark.parametrize("known", [4.0, 6.0])
+def test_a_search_that_ends_uses_what_it_knows_of_all_strategies_together(known: float) -> None:
+    """No plan of a strategy of tied operators is faster than the fastest of all strategies."""
+    space = Space(transformer(1, 64, tied=False))
+    load = Workload(cluster(), "adam", "fp32", 1)
+    candidates = space.candidates(load, None, True)
+    strategies = [
+        _Point(ChainBound(candidates), bound, full=True, prices=(0.0,), relaxed=False, above=_Above(known))
+        for bound in (9.0, 5.0)
+    ]
+    sweep = _Sweep((load,), 1 << 40, 0.0, ends_at=0.0, labels=1, progress=lambda what, fraction: None)
+    assert sweep.best_first([*strategies], space, None)[1] == known
+    assert sweep.best_first([replace(point, above=None) for point in strategies], space, None)[1] == 9.0
