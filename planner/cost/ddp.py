@@ -210,7 +210,7 @@ class Replica:
             own = tuple(
                 _reduced(one, reduce_s[call], interference_s[call]) for call, one in enumerate(option.segments, start)
             )
-            found.append(StageCandidate(**{**vars(option), "segments": own}))  # a third of the time of `replace`
+            found.append(option.with_fields(segments=own))
         return tuple(found)
 
     def _stage(self, number: int, again: Recompute) -> StageCandidate:

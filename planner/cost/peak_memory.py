@@ -95,7 +95,7 @@ def held_moments(runs: Runs, load: Workload) -> Iterator[HeldMoment]:
         if times == 1:  # inside a run it is no higher than at an end
             in_backward = before, (gradients if accumulates else after) + waiting, option.ambient.bytes_in(False)
             in_forward = before - held, gradients if accumulates else 0.0, option.ambient.bytes_in(True)
-            for moment in option.moments:
+            for moment in option.moments:  # of each `bytes_at`, with what is the same for all asked once
                 is_forward = moment.phase == "forward"
                 kept, reduced, around = in_forward if is_forward else in_backward
                 beside_it = neighbour_bytes(moment, reductions[place], gathers[place][is_forward])

@@ -201,6 +201,10 @@ class StageCandidate:
         """Return what it keeps until its backward, as moments in forward or backward of stages above count it."""
         return self.saved + self.kept - (self.held if in_forward else 0.0)
 
+    def with_fields(self, **changes: Any) -> StageCandidate:
+        """Return what `dataclasses.replace` does, in a third of its time: a search makes ten thousands."""
+        return StageCandidate(**{**vars(self), **changes})
+
     def bytes_at(self, moment: Moment) -> float:
         """Return what is held at one of its moments, spanning operators included."""
         return moment.total_bytes + self.ambient.bytes_in(moment.phase == "forward")

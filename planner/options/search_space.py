@@ -68,10 +68,7 @@ class _MeanCosts(UnitCosts):
 
 def _around(option: StageCandidate, around: Ambient) -> StageCandidate:
     """Return an option with the memory of spanning operators that have no call in its stage."""
-    if around == NO_AMBIENT:
-        return option
-    # `replace` takes three times as long, and a search with spanning operators makes ten thousands.
-    return StageCandidate(**{**vars(option), "ambient": around})
+    return option if around == NO_AMBIENT else option.with_fields(ambient=around)
 
 
 class Space:
@@ -254,13 +251,8 @@ class Space:
     def _unit_costs(
         self, load: Workload, mean: bool = False, variant: object = None, model: StagedModel | None = None
     ) -> UnitCosts:
-        key = (
-            id(load.cluster),
-            load.precision,
-            load.optimizer_name,
-            mean,
-            variant,
-        )  # costs refer to `load`, so it lives
+        # The costs refer to `load`, so the cluster lives as long as its id is a key.
+        key = id(load.cluster), load.precision, load.optimizer_name, mean, variant
         if key not in self._units:
             costs = self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
             if mean:

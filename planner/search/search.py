@@ -212,6 +212,11 @@ class _Point:
             yield replace(self, children=rest, bound=min(self.bound, rest[0].bound))
 
     @property
+    def least(self) -> float:
+        """The least that is known to bound its plans, of all strategies together or by itself."""
+        return self.bound if self.above is None else min(self.bound, self.above.least)
+
+    @property
     def exceeds_on_owner(self) -> bool:
         """Whether its best plans fit on the mean rank alone, and more could be known of the others."""
         return self.owned is None and self.widening is not None and self.widening.exceeds_on_owner
@@ -383,8 +388,8 @@ class _Sweep:
             floor = max(speed, self.enough)
             wanted = max(speed * (1 + (CLOSE_ENOUGH if made >= MANY_MADE else 0.0)), self.enough)
             close = speed * (1 + (0.0 if isinstance(point, _Size) else CLOSE_ENOUGH))
-            if spent and isinstance(point, _Point) and point.above is not None and point.bound > point.above.least:
-                heapq.heappush(queue, replace(point, bound=point.above.least))  # which takes no labels
+            if isinstance(point, _Point) and (point.full or spent) and point.least < point.bound:
+                heapq.heappush(queue, replace(point, bound=point.least))
                 continue
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
@@ -395,8 +400,6 @@ class _Sweep:
                     heapq.heappush(queue, found)
             elif not point.full:
                 heapq.heappush(queue, point.tightened(self.limit_bytes, floor))
-            elif point.above is not None and point.bound > point.above.least:
-                heapq.heappush(queue, replace(point, bound=point.above.least))
             elif point.is_over and point.waits_for_owner and much and not self.had_core:
                 # With a good plan the labels of what follows are few.
                 incumbent = self.of_core(space, incumbent)
