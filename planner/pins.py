@@ -2,7 +2,8 @@
 
 A pattern matches operators by their own path, by that of a module around them, or by a block; a choice is a strategy
 as plan files write it (`shard`, `group_shard:4+offload`, `split(4*shard)`, `owner@1` for rank 1), or `recompute`,
-`selective` or `keep` for blocks.  `.` means the parameters that the model owns directly, outside all of its modules.
+`recompute+offload`, `selective` or `keep` for blocks.  `.` means the parameters that the model owns directly, outside
+all of its modules.
 A pin holds in every plan of the search, or is rejected here with the reason.  Of two pins that match an operator (or
 block), the one that matches a part of what the other does takes precedence: `blocks.0=owner` over `*=shard`.
 """
@@ -18,10 +19,15 @@ from planner.strategies.notation import format_choice, parse_choice
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Recompute
+from profiler.model_graph import Affine, ModelGraph, Recompute
 
-RECOMPUTE = {"recompute": Recompute.EVERYTHING, "selective": Recompute.SELECTIVE, "keep": Recompute.NOTHING}
-"""Choices for blocks: what of their forward runs again in backward."""
+RECOMPUTE = {
+    "recompute": Recompute.EVERYTHING,
+    "recompute+offload": Recompute.OFFLOADED,
+    "selective": Recompute.SELECTIVE,
+    "keep": Recompute.NOTHING,
+}
+"""Choices for blocks: what of their forward runs again in backward, and where their input is meanwhile."""
 ITSELF = "."
 """Pattern of the parameters that the model owns directly; their operator has no name."""
 
@@ -93,6 +99,10 @@ def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> None
             got = "a forward that failed, or did something else, when it ran again in the trace"
             advice = "turn off what it remembers (use_cache=False in transformers), or leave the pin out"
             raise OsdpError(what, got=got, expected="a forward that can run twice", advice=advice)
+        if RECOMPUTE[pin.choice] is Recompute.OFFLOADED and graph.blocks[index].offloadable_bytes == Affine():
+            what = f"--pin {pin}: there is nothing to offload of block {graph.blocks[index].name}"
+            got = "an input that needs no gradient, or that others hold too: the model, another block, what made it"
+            raise OsdpError(what, got=got, expected="an input of its own", advice=f"--pin {pin.pattern}=recompute")
 
 
 def on_cluster(pins: Pins, cluster: Cluster) -> Pins:
@@ -141,7 +151,7 @@ def _slices(pin: Pin, cluster: Cluster) -> tuple[Strategy, ...]:
     try:
         return parse_choice(pin.choice, cluster)
     except OsdpError as error:
-        expected = f"{error.expected}; for blocks also recompute, selective or keep"
+        expected = f"{error.expected}; for blocks also {', '.join(RECOMPUTE)}"
         raise OsdpError(f"--pin {pin}: {error.what}", got=error.got, expected=expected, advice=error.advice) from error
 
 

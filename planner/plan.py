@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -15,7 +16,7 @@ from profiler.bounds import Bytes, NodeCount, RanksPerNode, Samples, SamplesOfAS
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Recompute
+from profiler.model_graph import Affine, ModelGraph, Recompute
 
 
 class _Strict:
@@ -131,6 +132,8 @@ class Plan(_Strict):
     """How long ranks wait for the slowest, as predicted."""
     selectively_recomputed_blocks: list[str] = field(default_factory=list)
     """Names of the blocks of which all but matrix products and attention runs again."""
+    offloaded_blocks: list[str] = field(default_factory=list)
+    """Names of the blocks whose whole forward runs again, with their input in the host's memory until then."""
 
     @property
     def usable_bytes(self) -> int:
@@ -140,8 +143,9 @@ class Plan(_Strict):
     @property
     def recomputations(self) -> dict[str, Recompute]:
         """What runs again, by the name of the block; of blocks that are not in it, nothing."""
-        found = dict.fromkeys(self.recomputed_blocks, Recompute.EVERYTHING)
-        return found | dict.fromkeys(self.selectively_recomputed_blocks, Recompute.SELECTIVE)
+        lists = self.recomputed_blocks, self.selectively_recomputed_blocks, self.offloaded_blocks
+        modes = Recompute.EVERYTHING, Recompute.SELECTIVE, Recompute.OFFLOADED
+        return {name: mode for names, mode in zip(lists, modes, strict=True) for name in names}
 
 
 LATER = frozenset(
@@ -175,9 +179,15 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
     missing = [operator.name for operator in graph.operators if operator.name not in plan.choices]
     foreign = set(plan.choices) - {operator.name for operator in graph.operators}
     unknown = set(plan.recomputations) - {block.name for block in graph.blocks}
-    if both := sorted(set(plan.recomputed_blocks) & set(plan.selectively_recomputed_blocks)):
+    lists = plan.recomputed_blocks, plan.selectively_recomputed_blocks, plan.offloaded_blocks
+    listed = Counter(name for names in lists for name in {*names})  # one that runs often may be there as often
+    if both := sorted(name for name, times in listed.items() if times > 1):
         what, expected = "the plan recomputes blocks in two ways", "each block in one of the lists"
         raise OsdpError(what, got=", ".join(both[:5]), expected=expected, advice="plan the model again")
+    empty = [b.name for b in graph.blocks if b.name in plan.offloaded_blocks and b.offloadable_bytes == Affine()]
+    if empty:
+        what, got = "the plan offloads the input of blocks that others hold too", ", ".join(empty[:5])
+        raise OsdpError(what, got=got, expected="blocks with an input of their own", advice="plan the model again")
     if missing or foreign or unknown:
         got = ", ".join([*sorted(foreign), *sorted(unknown)][:5]) or f"{len(plan.choices)} of the model's operators"
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"

@@ -247,6 +247,7 @@ def make_plan(
         asked=asked,
         waits=load.waits,
         selectively_recomputed_blocks=_blocks(stages, Recompute.SELECTIVE),
+        offloaded_blocks=_blocks(stages, Recompute.OFFLOADED),
     )
 
 

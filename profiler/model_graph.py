@@ -29,6 +29,8 @@ class Recompute(IntEnum):
     """All but matrix products, convolutions and attention, whose outputs are kept
     (`profiler.selective_recomputation`)."""
     EVERYTHING = 2
+    OFFLOADED = 3
+    """Everything, with what the block is handed in the host's memory until then (`profiler.offloaded_input`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class CallMemories(CallMemory):
                 return self
             case Recompute.SELECTIVE:
                 return self.selective
-            case Recompute.EVERYTHING:
+            case Recompute.EVERYTHING | Recompute.OFFLOADED:
                 return self.recomputed
 
 
@@ -346,6 +348,9 @@ class Block:
     """Whether it is handed nothing that needs a gradient (`Call.late`)."""
     opening_bytes: Affine = Affine()
     """By how much live bytes grow from where it begins to its first call."""
+    offloadable_bytes: Affine = Affine()
+    """The part of `input_bytes` that nothing holds from its forward to its backward but the block, recomputed, itself:
+    what there is to offload (`profiler.offloaded_input`)."""
 
     def runs_again(self, recompute: Recompute, *, is_whole: bool) -> Rerun:
         """Return its forward as it runs again, given whether it is wrapped as one unit; `UNSEEN_RERUN` if it was not

@@ -51,11 +51,20 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
         # Once each, however often it runs: wrapped again it would run again as often for every call.
         recomputed=tuple(dict.fromkeys(block.name for block in graph.blocks if block.name in recomputed)),
         selective=frozenset(plan.selectively_recomputed_blocks),
+        offloaded={name: _below(name, plan, graph) for name in plan.offloaded_blocks},
         by_ddp=runs_by_ddp(plan, graph, cluster),
         master_weights=plan.model.master_weights,
     )
     verify(schedule, graph)
     return schedule
+
+
+def _below(name: str, plan: Plan, graph: ModelGraph) -> str | None:
+    """Return the block whose backward follows that of another, if its input is offloaded too and nothing is between."""
+    index = next(index for index, block in enumerate(graph.blocks) if block.name == name)
+    below = graph.blocks[index - 1] if index else None
+    is_next = below is not None and below.last_call == graph.blocks[index].first_call
+    return below.name if below and is_next and below.name in plan.offloaded_blocks else None
 
 
 def _scheduled(

@@ -8,7 +8,8 @@ backward: the unit after it), and its gradients are reduced when its own backwar
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from planner.strategies.notation import format_choice
 from planner.strategies.spec import Collective, Strategy
@@ -95,6 +96,9 @@ class Schedule:
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
     selective: frozenset[str] = frozenset()
     """Those of the recomputed blocks that keep what matrix products and attention return."""
+    offloaded: Mapping[str, str | None] = field(default_factory=dict)
+    """Those whose input is in the host's memory until they run again, each with the one whose backward follows its own
+    and whose input comes back meanwhile."""
 
     @property
     def world_size(self) -> int:
@@ -113,6 +117,8 @@ class Schedule:
         """Say whether a block runs again."""
         if block not in self.recomputed:
             return ""
+        if block in self.offloaded:
+            return " (recomputed, input offloaded)"
         return " (recomputed selectively)" if block in self.selective else " (recomputed)"
 
     def __str__(self) -> str:

@@ -58,10 +58,12 @@ class Draw:
         split = {one.block for one in self.graph.operators if choices.get(one.name, "").startswith("split")}
         whole = [block for index, block in enumerate(self.graph.blocks) if index not in split]
         selective = tuple(b.name for b in whole if b.selective_rerun and 0.3 <= drawn[b.name] < 0.55)
-        recomputed = tuple(name for name, number in drawn.items() if number < 0.3)
+        offloaded = tuple(b.name for b in self.graph.blocks if b.offloadable_bytes(1) and drawn[b.name] < 0.15)
+        recomputed = tuple(name for name, number in drawn.items() if number < 0.3 and name not in offloaded)
         micro_batches = draw.choice([1, 1, 2, 3])
         return plan_of(
             model, default, choices, accumulation=micro_batches, recomputed=recomputed, selective=selective,
+            offloaded=offloaded,
             ranks=self.ranks,
             graph=self.graph,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import assume
 from hypothesis import strategies as st
-from parity import Case, blocks_of, cluster_of, graph_of
+from parity import Case, blocks_of, cluster_of, graph_of, offloadable_of
 
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
@@ -26,7 +26,11 @@ def mixtures(draw: st.DrawFn, family: str, precision: str = "fp32") -> Case:
     for operator in graph.operators:
         if operator.block is not None and choices[operator.name].startswith("split"):
             again[graph.blocks[operator.block].name] = draw(st.sampled_from([Recompute.NOTHING, Recompute.EVERYTHING]))
-    recomputed = tuple(block for block, how in again.items() if how is Recompute.EVERYTHING)
-    selective = tuple(block for block, how in again.items() if how is Recompute.SELECTIVE)
+    for block in again.keys() - offloadable_of(family):
+        again[block] = min(again[block], Recompute.EVERYTHING)
+    recomputed, selective, offloaded = (
+        tuple(block for block, how in again.items() if how is wanted)
+        for wanted in (Recompute.EVERYTHING, Recompute.SELECTIVE, Recompute.OFFLOADED)
+    )
     accumulation = draw(st.integers(1, 3))
-    return Case(family, choices, "shard", recomputed, precision, accumulation, selective=selective)
+    return Case(family, choices, "shard", recomputed, precision, accumulation, selective=selective, offloaded=offloaded)

@@ -22,7 +22,7 @@ from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, mode
 from planner.strategies.registry import known_strategies
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from runtime.optimizers import OPTIMIZERS
 
@@ -122,6 +122,7 @@ class Case:
     ring: tuple[RingRule, ...] = ()
     """Where reduce-scatters go round a ring."""
     selective: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -147,6 +148,7 @@ class Case:
             choices={operator.name: self.choices.get(operator.name, self.default) for operator in graph.operators},
             recomputed_blocks=list(self.recomputed),
             selectively_recomputed_blocks=list(self.selective),
+            offloaded_blocks=list(self.offloaded),
         )
 
 
@@ -322,6 +324,11 @@ def check(cases: Sequence[Case]) -> None:
 def blocks_of(family: str) -> Sequence[str]:
     """Return the names of a model's blocks."""
     return [block.name for block in graph_of(family).blocks]
+
+
+def offloadable_of(family: str) -> Sequence[str]:
+    """Return the names of those whose input can be offloaded."""
+    return [block.name for block in graph_of(family).blocks if block.offloadable_bytes != Affine()]
 
 
 def alone(offloaded: bool = False) -> list[str]:

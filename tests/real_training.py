@@ -144,9 +144,12 @@ class Subject:
         }
         split_names = {graph.blocks[block].name for block in split if block is not None}
         selective = tuple(b.name for b in blocks[1::2] if b.selective_rerun and b.name not in split_names)
-        recomputed = tuple(block.name for block in blocks if block.name not in selective)
+        others = [block for block in blocks if block.name not in selective]
+        offloaded = tuple(b.name for b in others if precision == "bf16" and b.offloadable_bytes(1))
+        recomputed = tuple(block.name for block in others if block.name not in offloaded)
         return plan_of(
-            self.module, "shard", choices, recomputed=recomputed, selective=selective, ranks=GRIDS[self.ranks],
+            self.module, "shard", choices, recomputed=recomputed, selective=selective, offloaded=offloaded,
+            ranks=GRIDS[self.ranks],
             graph=graph,
         )  # fmt: skip
 
@@ -181,7 +184,8 @@ KINDS: dict[str, Callable[[Subject], Plan]] = {
     "bf16": lambda on: on.plan(on.mixture("bf16", splits=False), "bf16", recomputes=True),
 }
 """Plans: the first is the search's, for a model that is made shard by shard; the last three have random
-strategies, the last two recompute all blocks, every second of them selectively."""
+strategies, the last two recompute all blocks, every second of them selectively; of the others the input is offloaded
+where the last computes in bf16."""
 
 
 @dataclass(frozen=True)

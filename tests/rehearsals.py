@@ -82,6 +82,7 @@ def plan_of(
     choices: Mapping[str, str],
     recomputed: Collection[str] = (),
     selective: Collection[str] = (),
+    offloaded: Collection[str] = (),
     *,
     micro_batch: int = 2,
     accumulation: int = 1,
@@ -102,6 +103,7 @@ def plan_of(
         choices=dict(choices),
         recomputed_blocks=[block.name for block in graph.blocks if block.name in recomputed],
         selectively_recomputed_blocks=[block.name for block in graph.blocks if block.name in selective],
+        offloaded_blocks=[block.name for block in graph.blocks if block.name in offloaded],
     )
 
 

@@ -11,7 +11,7 @@ from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import decisions_of
 from planner.strategies.spec import Strategy
-from profiler.cluster.cluster import Cluster, Device, Launch, Link
+from profiler.cluster.cluster import Cluster, Device, Host, Launch, Link, Nccl
 from profiler.cluster.figure import Figure
 from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
 
@@ -119,10 +119,12 @@ def transformer(
     tokens: int = 1024,
     distinct: bool = False,
     selective: float | None = None,
+    offloadable: bool = False,
 ) -> ModelGraph:
     """A GPT-like graph: embedding, `layers` blocks of six operators, norm and head.
 
-    Blocks can be recomputed selectively if it is said what share of their activations they keep then.
+    Blocks can be recomputed selectively if it is said what share of their activations they keep then, and all that is
+    handed to them is `offloadable` or not.
     """
     operators = [operator("embed", (vocabulary, hidden))]
     unit_mb = 4 * tokens * hidden / MB
@@ -176,7 +178,8 @@ def transformer(
         part = None
         if selective is not None:
             calls[first:last], part = selected(calls[first:last], rerun, selective)
-        found.append(Block(name, "Block", first, last, unit, block_class, rerun, part))
+        lone = unit if offloadable else Affine()
+        found.append(Block(name, "Block", first, last, unit, block_class, rerun, part, offloadable_bytes=lone))
     return ModelGraph("transformer", "fp32", tokens, tuple(operators), tuple(calls), tuple(found), edges, "synthetic")
 
 
@@ -198,9 +201,11 @@ def cluster(
     overlaps: bool = True,
     memory_gib: float = 24,
     launch_s: float = 0.0,
+    host: tuple[float, float] | None = None,
+    nvlink: bool = False,
 ) -> Cluster:
     """A cluster of round numbers, with no reserve; `launch_s` is what the host takes for a kernel, and for more of a
-    unit.
+    unit, and `host` are its rates of copies and of memory.
     """
 
     def figure(value: float) -> Figure:
@@ -228,6 +233,8 @@ def cluster(
         overlaps=overlaps,
         overlap_source="assumed: for a test",
         launch=Launch(*(figure(part * launch_s) for part in (1, 4, 0.5, 0.25))) if launch_s else None,
+        host=Host(*map(figure, host)) if host else None,
+        nccl=Nccl("hopper", nvlink=True, nvls=False, source="assumed: for a test") if nvlink else None,
     )
 
 

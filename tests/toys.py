@@ -138,6 +138,7 @@ def plan_of(
     accumulation: int = 1,
     recomputed: tuple[str, ...] = (),
     selective: tuple[str, ...] = (),
+    offloaded: tuple[str, ...] = (),
     ranks: tuple[int, int] = RANKS,
     precision: str = "fp32",
     master_weights: str = "",
@@ -158,6 +159,7 @@ def plan_of(
         choices={operator.name: (choices or {}).get(operator.name, default) for operator in traced.operators},
         recomputed_blocks=list(recomputed),
         selectively_recomputed_blocks=list(selective),
+        offloaded_blocks=list(offloaded),
     )
 
 

@@ -77,10 +77,15 @@ def expressible(view: OpenPlan, *, nearest: bool) -> Expressible:
         found.append(Replacement("OSDP's ring reduce-scatter", "the backend's", ()))
         cluster = replace(cluster, ring=())
         changed = replace(changed, cluster=cluster_ref(cluster))
+    if offloaded := tuple(plan.offloaded_blocks):
+        found.append(Replacement("recomputation of offloaded input", "recomputation", offloaded))
+        again = {*plan.recomputed_blocks, *offloaded}
+        whole = [block.name for block in graph.blocks if block.name in again]
+        changed = replace(changed, recomputed_blocks=whole, offloaded_blocks=[])
     if several := _selective_of_several_units(changed, graph, cluster):
         found.append(Replacement("selective recomputation of several units", "recomputation of the block", several))
         selective = [name for name in plan.selectively_recomputed_blocks if name not in several]
-        again = {*plan.recomputed_blocks, *several}
+        again = {*changed.recomputed_blocks, *several}
         whole = [block.name for block in graph.blocks if block.name in again]
         changed = replace(changed, recomputed_blocks=whole, selectively_recomputed_blocks=selective)
     if not found:

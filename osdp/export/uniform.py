@@ -21,6 +21,7 @@ RECOMPUTED = {
     Recompute.NOTHING: "no recomputation",
     Recompute.SELECTIVE: "selective recomputation",
     Recompute.EVERYTHING: "recomputation",
+    Recompute.OFFLOADED: "recomputation of offloaded input",
 }
 
 
@@ -105,6 +106,7 @@ def _priced(view: OpenPlan, strategy: Strategy, recompute: Recompute) -> OpenPla
         choices=dict.fromkeys(plan.choices, str(strategy)),
         recomputed_blocks=names if recompute is Recompute.EVERYTHING else [],
         selectively_recomputed_blocks=names if recompute is Recompute.SELECTIVE else [],
+        offloaded_blocks=[],
     )
     return reopened(changed, graph, cluster)
 

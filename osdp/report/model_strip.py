@@ -15,7 +15,7 @@ from planner.model.operator_split import slice_starts
 from profiler.byte_sizes import format_bytes
 from profiler.model_graph import ModelGraph, Operator, Recompute
 
-HATCH = {None: "", Recompute.NOTHING: "", Recompute.SELECTIVE: ".", Recompute.EVERYTHING: "/"}
+HATCH = {None: "", Recompute.NOTHING: "", Recompute.SELECTIVE: ".", Recompute.EVERYTHING: "/", Recompute.OFFLOADED: "x"}
 WHY = {
     "memory": "limited by memory: a faster choice does not fit",
     "time": "limited by time: no choice is faster",

@@ -111,7 +111,8 @@ def uniform_plan(graph: ModelGraph, load: Workload, request: Request, choice: st
     """
     space, cluster = Space(graph), load.cluster
     strategy = known_strategies(cluster)[0] if cluster.world_size == 1 else parse_strategy(choice, cluster)
-    candidates = [uniform(space, load, strategy, recompute) for recompute in Recompute]
+    modes = sorted(set[Recompute]().union(*(stage.offered(cluster) for stage in space.model.stages)))
+    candidates = [uniform(space, load, strategy, recompute) for recompute in modes]
     fitting = [options for options in candidates if peak_memory(options, load).total_bytes <= request.limit_bytes]
     options = (fitting or candidates)[0]
     spanning = strategy if space.model.spanning else None

@@ -193,7 +193,7 @@ def alternatives(view: OpenPlan, target: Target) -> list[Alternative]:
     strategies = strategies_on(view.load.cluster, view.load.offers_uneven)
     if not target.spanning and not any(stage.operators for stage in stages):
         strategies = strategies[:1]  # Nothing to shard; only recomputation is left.
-    modes = sorted(set[Recompute]().union(*(stage.recomputations for stage in stages)))
+    modes = sorted(set[Recompute]().union(*(stage.offered(view.load.cluster) for stage in stages)))
     recomputes = modes if len(modes) > 1 else (None,)
     found = [
         _alternative(view, strategy, recompute, decided)

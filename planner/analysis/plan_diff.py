@@ -34,7 +34,7 @@ class ChoiceChange:
     names: tuple[str, ...]
     """Blocks, or operators outside blocks."""
     before: str
-    """Strategy, or `kept`, `recomputed selectively` or `recomputed`."""
+    """Strategy, or `kept`, `recomputed selectively`, `recomputed` or `recomputed, input offloaded`."""
     after: str
 
 
@@ -147,6 +147,7 @@ _RECOMPUTED = {
     Recompute.NOTHING: "kept",
     Recompute.SELECTIVE: "recomputed selectively",
     Recompute.EVERYTHING: "recomputed",
+    Recompute.OFFLOADED: "recomputed, input offloaded",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import accumulate
 
@@ -45,6 +45,19 @@ class UnitCosts:
                 traffic = unit_traffic(*where, trains=trains, model_bytes=model_bytes)
             self.known[key] = held, traffic
         return self.known[key]
+
+
+class MeanUnitCosts(UnitCosts):
+    """Costs of units averaged over ranks, rounded down; `known` are those of each rank."""
+
+    def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
+        mine, traffic = super().__call__(operators, strategy, elsewhere)
+        if not strategy.spec.has_owner or elsewhere:
+            return mine, traffic
+        other, _ = super().__call__(operators, strategy, elsewhere=True)
+        ranks = strategy.group
+        mean = [(getattr(mine, f.name) + (ranks - 1) * getattr(other, f.name)) // ranks for f in fields(UnitBytes)]
+        return UnitBytes(*mean), traffic
 
 
 class StageFrame:
@@ -97,7 +110,7 @@ class StageCosts:
                 return 0.0, 0.0
             case Recompute.SELECTIVE:
                 return once_s, 2.0 * once_s
-            case Recompute.EVERYTHING:
+            case Recompute.EVERYTHING | Recompute.OFFLOADED:
                 return 0.0, once_s
 
     def _again_s(self, recompute: Recompute, is_whole: bool) -> float:
@@ -112,7 +125,7 @@ class StageCosts:
         graph = self.frame.model.graph
         rerun = graph.blocks[block].runs_again(recompute, is_whole=is_whole)
         forward = [call.forward for call in self.stage.calls]
-        if rerun is UNSEEN_RERUN or (recompute is Recompute.EVERYTHING and not is_whole):
+        if rerun is UNSEEN_RERUN or (recompute >= Recompute.EVERYTHING and not is_whole):
             return forward_s
         work = rerun.work
         if not is_whole:
@@ -122,9 +135,23 @@ class StageCosts:
         again_s: float = min(1.0, share) * forward_s
         return again_s
 
+    def copy_waits_s(self, recompute: Recompute, is_whole: bool) -> tuple[float, float]:
+        """Return the seconds that the block's forward and backward wait for what is copied to the host and back.
+
+        Its input leaves while its forward runs, and that of the block below comes back while its backward does, which
+        is priced as if it were its own.
+        """
+        if recompute is not Recompute.OFFLOADED or self.load.cluster.host is None:
+            return 0.0, 0.0
+        copy_s = self.memory(recompute).offloaded / self.load.cluster.host.link_bytes_per_s.value
+        if not self.load.cluster.leaves_host_link:
+            return copy_s, copy_s
+        backward_s = float(sum(self.backward_s)) + self.again_s(recompute, is_whole)
+        return max(0.0, copy_s - float(sum(self.forward_s))), max(0.0, copy_s - backward_s)
+
     def saved_bytes(self, recompute: Recompute) -> float:
         """Return the bytes of activations that the stage keeps from forward to backward."""
-        return self.memory(recompute).saved[-1] + self.memory(recompute).shared
+        return self.memory(recompute).kept + self.memory(recompute).shared
 
     def activations(self, recompute: Recompute, is_whole: bool) -> Mapping[Live, float]:
         """Return the bytes of activations that are alive at the moments of `planner.cost.stage_memory`.
@@ -135,11 +162,13 @@ class StageCosts:
 
 
 class StageActivations:
-    """Activations of a stage's calls at one micro-batch, kept or recomputed.
+    """Activations of a stage's calls at one micro-batch, kept, recomputed or offloaded.
 
     `saved` are those that calls before each keep, `held` those of them that the model's forward holds itself, so that
     they are not counted again before it is over; `shared` is what the stage keeps beside them if any other is
-    recomputed.  The peaks of calls, and of the block that runs again, are those of a stage that is not one unit.
+    recomputed.  `kept` is what is left of them when the forward is over: without what is `offloaded`.  While the block
+    runs back, there is room for as much as that, as the input of the block below, if that is offloaded too, comes back.
+    The peaks of calls, and of the block that runs again, are those of a stage that is not one unit.
     """
 
     def __init__(self, frame: StageFrame, micro_batch: int, recompute: Recompute) -> None:
@@ -149,13 +178,16 @@ class StageActivations:
         self.saved = [*accumulate((call.saved_bytes(micro_batch) for call in self.calls), initial=0.0)]
         self.forward_peak, self.backward_peak, self.again_peak = list[float](), list[float](), list[float]()
         self.held = [*accumulate((call.held_bytes(micro_batch) for call in self.calls), initial=0.0)]
+        is_offloaded = recompute is Recompute.OFFLOADED and block is not None
+        self.offloaded = frame.model.graph.blocks[block or 0].offloadable_bytes(micro_batch) if is_offloaded else 0.0
+        self.kept = self.saved[-1] - self.offloaded
         for saved, held, call in zip(self.saved, self.held, self.calls, strict=False):
             self.forward_peak.append(saved - held + call.forward_peak(micro_batch))
-            self.backward_peak.append(saved + call.backward_peak(micro_batch))
+            self.backward_peak.append(saved + call.backward_peak(micro_batch) + self.offloaded)
         self.shared = 0.0 if recompute else sum(call.shared_bytes(micro_batch) for call in calls)
         if recompute and block is not None:
             rerun = frame.model.graph.blocks[block].runs_again(recompute, is_whole=False)
-            self.again_peak = [rerun.peak_bytes(micro_batch)] * len(calls)
+            self.again_peak = [rerun.peak_bytes(micro_batch) + self.offloaded] * len(calls)
         self.at = cache(self._at)
 
     def _calls(self, *, is_whole: bool) -> list[CallMemory]:
@@ -169,7 +201,7 @@ class StageActivations:
         if self.recompute and block is not None:
             run = self.frame.model.graph.blocks[block]
             rerun, opening = run.runs_again(self.recompute, is_whole=is_whole), run.opening_bytes(batch)
-            again_start, again_peak = rerun.start_bytes(batch), rerun.peak_bytes(batch)
+            again_start, again_peak = rerun.start_bytes(batch), rerun.peak_bytes(batch) + self.offloaded
         # As a block of several units runs again, each is gathered; nothing of it has been freed then.
         runs_on = bool(self.recompute) and not is_whole
         kept = StageActivations(self.frame, batch, Recompute.NOTHING) if runs_on else None
@@ -191,10 +223,10 @@ class StageActivations:
                 "module": before + max(forward[:ends]),
                 "tail": before + max(forward[ends:]),
                 "backward of tail": saved + max(backward[ends_back:]),
-                "unshard": saved + start(batch),
-                "backward of call": saved + max(backward),
-                "backward of module": saved + max(backward[:ends_back]),
-                "reduction": saved + call.backward_end_bytes(batch),
+                "unshard": saved + start(batch) + self.offloaded,
+                "backward of call": saved + max(backward) + self.offloaded,
+                "backward of module": saved + max(backward[:ends_back]) + self.offloaded,
+                "reduction": saved + call.backward_end_bytes(batch) + self.offloaded,
             }
             if self.recompute:
                 at |= {"before again": again_start, "call again": again_peak}
@@ -202,7 +234,7 @@ class StageActivations:
                     at["unshard"] = again_start
             if kept is not None:
                 begins = kept.calls[0].forward_start_bytes(batch) - opening
-                grown = kept.saved[j] - taken[j] - begins + again_start
+                grown = kept.saved[j] - taken[j] - begins + again_start + self.offloaded
                 at["gather again"] = grown + kept.calls[j].forward_start_bytes(batch)
                 inside = 2 if j == len(calls) - 1 else 3  # what follows the block does not run again
                 at["call again"] = grown + max(kept.calls[j].forward_parts(batch)[:inside])

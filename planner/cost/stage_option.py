@@ -238,9 +238,14 @@ class Run:
         )
         forward_s, backward_s, wait_s = launched(*own)
         is_launched = own.forward_launch_s or own.backward_launch_s
-        return Segment(
+        found = Segment(
             forward_s, backward_s, again_s, wait_s, *self.communication, launches=own if is_launched else None
         )
+        if self.recompute is not Recompute.OFFLOADED:
+            return found
+        out_s, back_s = costs.copy_waits_s(self.recompute, self.is_whole)
+        stalls_s = found.forward_stall_s + out_s, found.backward_stall_s + back_s
+        return replace(found, forward_stall_s=stalls_s[0], backward_stall_s=stalls_s[1])
 
 
 def launched(
@@ -256,7 +261,9 @@ def launched(
     return forward, backward, forward - forward_s + backward - backward_s
 
 
-_COMMUNICATION = attrgetter(*(field.name for field in fields(Segment)[4:-1]))
+COMMUNICATION = tuple(field.name for field in fields(Segment)[4:-1])
+"""The fields of `Segment` that do not depend on the micro-batch, but for the wait for what is offloaded."""
+_communication = attrgetter(*COMMUNICATION)
 
 
 class StageParts:
@@ -299,7 +306,7 @@ class StageParts:
             copy_in_s=unit.traffic.copy_in_s if reduces else 0.0,
             step_exposed_s=at_end_s if in_step else 0.0,
         )
-        communication = _COMMUNICATION(segment.apart(self.frame.load.cluster.interference))
+        communication = _communication(segment.apart(self.frame.load.cluster.interference))
         return Run(members, Recompute.NOTHING, is_whole, communication, launches_s)
 
 

@@ -10,11 +10,12 @@ Stages with equal `stage_class` are interchangeable: the search only counts them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from profiler.model_graph import Call, ModelGraph, Recompute
+from profiler.cluster.cluster import Cluster
+from profiler.model_graph import Affine, Call, ModelGraph, Recompute
 
 JOIN_NUMEL = 1 << 20
 """Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
@@ -49,12 +50,22 @@ class Stage:
     """Spanning operators that later stages compute with, so that gradients of them wait while this one runs back."""
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
+    can_offload: bool = False
+    """Whether there is anything to offload if it is recomputed (`Block.offloadable_bytes`)."""
 
     @cached_property
     def recomputations(self) -> tuple[Recompute, ...]:
         """What of it can run again in backward: more than nothing of a block that was seen to."""
-        modes = Recompute if self.block is not None else (Recompute.NOTHING,)
-        return tuple(mode for mode in modes if all(call.memory(mode) is not None for call in self.calls))
+        modes: Iterable[Recompute] = Recompute if self.block is not None else (Recompute.NOTHING,)
+        seen = (mode for mode in modes if all(call.memory(mode) is not None for call in self.calls))
+        return tuple(mode for mode in seen if mode is not Recompute.OFFLOADED or self.can_offload)
+
+    def offered(self, cluster: Cluster) -> tuple[Recompute, ...]:
+        """Return those that a search offers on a cluster: input is offloaded where the host's figures are known, and
+        where nothing else takes the link to it.
+        """
+        offloads = cluster.host is not None and cluster.leaves_host_link
+        return tuple(mode for mode in self.recomputations if mode is not Recompute.OFFLOADED or offloads)
 
     def allowed(self, recompute: Recompute) -> Recompute:
         """Return what is recomputed of it where that is wanted of all stages: nothing, if it cannot be."""
@@ -187,6 +198,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 closes=tuple(o for o in sorted(spanning) if start <= last[o] < stop),
                 waits=waits,
                 takes=takes,
+                can_offload=block is not None and graph.blocks[block].offloadable_bytes != Affine(),
             )
         )
     stage_of = [index for index, stage in enumerate(stages) for _ in stage.calls]

@@ -6,8 +6,8 @@
     split     the stage's large linear operators are cut into k slices each, of which the first j
               take the strategy of the rest of the stage, and the others another
 
-Each without recomputation and, if the stage is a block, with either kind.  Pinned operators and blocks have the user's
-choice in all of them.
+Each without recomputation and, if the stage is a block, with each kind that is offered.  Pinned operators and blocks
+have the user's choice in all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from planner.cost.stage_costs import StageCosts
 from planner.model.fsdp_units import check_split
 from planner.model.stages import JOIN_NUMEL, Stage
 from planner.problem import NO_PINS, Pins
@@ -47,6 +48,12 @@ the first so many strategies and the one that needs least memory.  With all choi
 for a plan that is 0.15 % faster."""
 
 
+MANY_BLOCKS, MANY_SAMPLES = 4, 64
+"""Of so many alike blocks, none has to be recomputed with its input on the device where the copies of as many samples
+are hidden: offloaded, all hold less, and one is at most an input worse.  With both kinds, searches near the smallest
+limits took twice as many labels, and ended with gaps of 8 %."""
+
+
 @dataclass(frozen=True)
 class StageDecision:
     """A stage's strategies by operator and what of it is recomputed."""
@@ -61,6 +68,15 @@ class StageDecision:
     def is_whole(self) -> bool:
         """Whether all operators take one strategy, unsplit."""
         return len(set(self.strategies)) <= 1 and not self.counts
+
+
+def modes_of(stage: Stage, alike: int, costs: StageCosts) -> tuple[Recompute, ...]:
+    """Return what may run again of a stage, of which there are so many `alike`; `costs` are of `MANY_SAMPLES`."""
+    found = stage.offered(costs.load.cluster)
+    waits = alike < MANY_BLOCKS or any(costs.copy_waits_s(Recompute.OFFLOADED, is_whole=True))
+    if Recompute.OFFLOADED not in found or waits:
+        return found
+    return tuple(mode for mode in found if mode is not Recompute.EVERYTHING)
 
 
 Slices = tuple[tuple[Strategy, ...], ...]
@@ -83,9 +99,14 @@ def first_and_least(strategies: Sequence[Strategy], light: bool) -> tuple[Strate
 
 
 def choices_of(
-    stage: Stage, graph: ModelGraph, strategies: Sequence[Strategy], pins: Pins = NO_PINS, whole: bool = False
+    stage: Stage,
+    graph: ModelGraph,
+    strategies: Sequence[Strategy],
+    modes: Sequence[Recompute],
+    pins: Pins = NO_PINS,
+    whole: bool = False,
 ) -> list[StageDecision]:
-    """Return the choices of a stage; `strategies` by falling preference for mixes.
+    """Return the choices of a stage; `strategies` by falling preference for mixes, `modes` what may run again of it.
 
     `whole` leaves out mixes and splits.
     """
@@ -93,11 +114,18 @@ def choices_of(
     offered = _wholes(stage, strategies) if is_whole else _assignments(stage, graph, strategies)
     pinned = [pins.strategies.get(operator) for operator in stage.operators]
     taken = dict.fromkeys(tuple(p or part for p, part in zip(pinned, slices, strict=True)) for slices in offered)
-    again = stage.recomputations
+    again = modes
     if stage.block is not None and stage.block in pins.recompute:
         again = (pins.recompute[stage.block],)
     found = (_choice(slices, recompute) for slices in taken for recompute in again)
-    return [one for one in found if not (one.counts and one.recompute is Recompute.SELECTIVE)]
+    return [one for one in found if _is_offered(one, again)]
+
+
+def _is_offered(choice: StageDecision, again: Sequence[Recompute]) -> bool:
+    """Whether a choice can run, and, if others are left, is worth its part of a search."""
+    if choice.recompute is Recompute.OFFLOADED and len(again) > 1:  # one link for what both would copy
+        return not any(strategy.offload for strategy in choice.strategies)
+    return not (choice.counts and choice.recompute is Recompute.SELECTIVE)
 
 
 def _choice(slices: Slices, recompute: Recompute) -> StageDecision:

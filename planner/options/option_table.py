@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.stage_costs import Live, StageCosts
-from planner.cost.stage_option import Segment, StageOption, launched
+from planner.cost.stage_option import COMMUNICATION, Segment, StageOption, launched
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
 from planner.options.option_columns import OptionColumns, OptionList
@@ -151,6 +151,7 @@ class OptionTable:
                 for counts, recompute, is_whole in self._forms
             ]
         )
+        waits = np.array([costs[counts].copy_waits_s(recompute, whole) for counts, recompute, whole in self._forms]).T
         found, start = np.empty((len(self.options), len(OverlapTerms._fields))), 0
         for (count, members), communication, units_s in zip(
             self._segments, self._communication, self._unit_launches, strict=True
@@ -162,12 +163,17 @@ class OptionTable:
             again_s[:, :, -1] = again[self._form_of[members]].T
             first_s, second_s = first_s + again_s[1] + units_s[0], second_s + again_s[2] + units_s[1]
             computing = launched(forward_s, backward_s + again_s[0], first_s, second_s, np.maximum)
+            if waits.any():
+                communication = communication.copy()
+                communication[-1, _STALLS] += waits[:, self._form_of[members]]
             own = zip(*(each.T for each in (*computing[:2], again_s[0], computing[2])), communication, strict=True)
             segments = [Segment(*seconds_of, *others) for *seconds_of, others in own]
             found[members] = terms_of(segments, self._constants["optimizer_s"][members], load, syncs)
         return found
 
 
+_STALLS = [COMMUNICATION.index("forward_stall_s"), COMMUNICATION.index("backward_stall_s")]
+"""Where `Run.communication` has what never overlaps."""
 _OF_CALLS = ("forward_s", "backward_s", "forward_launch_s", "backward_launch_s")
 _AS_THEY_ARE = (
     *("gradients", "stepped", "largest", "second"),

@@ -16,7 +16,7 @@ beside.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from itertools import product
 
@@ -24,15 +24,22 @@ import numpy as np
 
 from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
-from planner.cost.stage_costs import Costs, StageCosts, StageFrame, UnitCosts
+from planner.cost.stage_costs import MeanUnitCosts, StageCosts, StageFrame, UnitCosts
 from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageParts, StageUnits, ambient
-from planner.cost.unit_memory import UnitBytes
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.options.candidate_set import CandidateSet, Owned, Spanning, owned_ranges
-from planner.options.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages
+from planner.options.candidates import (
+    MANY_CLASSES,
+    MANY_SAMPLES,
+    StageDecision,
+    choices_of,
+    first_and_least,
+    light_stages,
+    modes_of,
+)
 from planner.options.option_columns import OptionList
 from planner.options.option_table import OptionTable
 from planner.options.pareto import undominated, unit_numbers
@@ -42,7 +49,7 @@ from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Operator
+from profiler.model_graph import ModelGraph, Operator, Recompute
 
 Away = frozenset[int] | None
 """Operators that other ranks own; None: on the mean over ranks."""
@@ -51,19 +58,6 @@ NOWHERE: Away = frozenset()
 
 Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 """Choices of a class of stages, and the option of each on every rank that is looked at."""
-
-
-class _MeanCosts(UnitCosts):
-    """Costs of units averaged over ranks, rounded down; `known` are those of each rank."""
-
-    def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
-        mine, traffic = super().__call__(operators, strategy, elsewhere)
-        if not strategy.spec.has_owner or elsewhere:
-            return mine, traffic
-        other, _ = super().__call__(operators, strategy, elsewhere=True)
-        ranks = strategy.group
-        mean = [(getattr(mine, f.name) + (ranks - 1) * getattr(other, f.name)) // ranks for f in fields(UnitBytes)]
-        return UnitBytes(*mean), traffic
 
 
 def _around(option: StageCandidate, around: Ambient) -> StageCandidate:
@@ -92,6 +86,7 @@ class Space:
         self._clusters: list[Cluster] = []
         self._loads: dict[tuple[object, ...], Workload] = {}
         self._offers: dict[tuple[object, ...], tuple[StageDecision, ...]] = {}
+        self._modes: dict[tuple[object, ...], tuple[Recompute, ...]] = {}
         self.with_slices = cache(self._with_slices)
         self._first_loads: dict[tuple[object, ...], Workload] = {}
         self._first_load = cache(self._find_first_load)
@@ -254,7 +249,7 @@ class Space:
         # The costs refer to `load`, so the cluster lives as long as its id is a key.
         key = id(load.cluster), load.precision, load.optimizer_name, mean, variant
         if key not in self._units:
-            costs = self._units[key] = (_MeanCosts if mean else UnitCosts)(model or self.model, load)
+            costs = self._units[key] = (MeanUnitCosts if mean else UnitCosts)(model or self.model, load)
             if mean:
                 costs.known = self._unit_costs(load, False, variant, model).known
         return self._units[key]
@@ -286,8 +281,18 @@ class Space:
             light = example in self.light
             whole = light or self.is_diverse
             strategies = first_and_least(strategies, light) if whole else strategies
-            self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, self.pins, whole))
+            modes = self.modes(stage_class, load)
+            self._offers[key] = tuple(choices_of(stage, self.model.graph, strategies, modes, self.pins, whole))
         return self._offers[key]
+
+    def modes(self, stage_class: int, load: Workload) -> tuple[Recompute, ...]:
+        """Return what may run again of a class of stages, as it is offered."""
+        key = stage_class, id(load.cluster), load.precision
+        if key not in self._modes:
+            costs = self.stage_costs(stage_class, replace(load, micro_batch=MANY_SAMPLES))
+            stage, alike = self.model.stages[self.examples[stage_class]], self.stage_classes.count(stage_class)
+            self._modes[key] = modes_of(stage, alike, costs)
+        return self._modes[key]
 
     def _fitting(self, operators: Sequence[int], strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
         """Return the strategies that can hold all of the operators."""

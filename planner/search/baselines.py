@@ -149,7 +149,8 @@ def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> 
     """Return every baseline under every kind of recomputation; `loads` by growing micro-batch."""
     found = []
     operators = space.graph.operators
-    again = sorted(set[Recompute]().union(*(stage.recomputations for stage in space.model.stages)))
+    # The libraries of the baselines do not offload what blocks are handed.
+    again = sorted(set[Recompute]().union(*(s.recomputations for s in space.model.stages)) - {Recompute.OFFLOADED})
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
     strategies = [strategy for strategy in strategies if all(can_hold(one, strategy) for one in operators)]
     for name in NAMES:

@@ -47,7 +47,7 @@ class Ceiling:
             # The cheapest first: one that takes longer and saves less is in no better plan.
             launches = least.forward_launch_s, least.backward_launch_s
             modes = sorted((load.accumulation * computing_s(costs, mode, *launches), mode) for mode in least.again)
-            points = [(-costs.memory(mode).saved[-1], cost - modes[0][0]) for cost, mode in modes]
+            points = [(-costs.memory(mode).kept, cost - modes[0][0]) for cost, mode in modes]
             more = [(gain, cost) for _, gain, cost in upgrades(points)]
             of_class.append((modes[0][0] + least.optimizer_s, least.rest - points[0][0], more))
         *below, top = space.stage_classes

@@ -94,7 +94,8 @@ class _Sizing:
         self.replica, self.stages = space.replica(load), space.model.stages
         pins = [None if stage.block is None else space.pins.recompute.get(stage.block) for stage in self.stages]
         self.pinned = [pin or Recompute.NOTHING for pin in pins]
-        self.offered = [s.recomputations if pin is None else (pin,) for s, pin in zip(self.stages, pins, strict=True)]
+        by_stage = [space.modes(stage_class, load) for stage_class in space.stage_classes]
+        self.offered = [modes if pin is None else (pin,) for modes, pin in zip(by_stage, pins, strict=True)]
         """What may be recomputed of every stage, first the least."""
         steps = list[tuple[float, float, int, Recompute]]()
         for j, (modes, costs) in enumerate(zip(self.offered, self.replica.costs, strict=True)):

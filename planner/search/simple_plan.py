@@ -37,8 +37,8 @@ ODD_GAIN = 0.01
 SMALLEST, LARGEST = 8, 2
 """Micro-batches that are tried are at least this part of a fast plan's, and at most so many times that: with fewer
 blocks recomputed, smaller ones may be faster."""
-MODES = len(Recompute)
-"""Kinds of recomputation where a block may have any."""
+SEVERAL_MODES = 3
+"""So many kinds of recomputation, nothing among them, are compared; of two, blocks have one or the other."""
 NEIGHBOURS = 2
 """How many micro-batches on either side of the best are tried with a strategy of its own for what is outside blocks."""
 
@@ -65,7 +65,7 @@ def simplest(space: Space, loads: Sequence[Workload], limit_bytes: int, near: Wo
         return None
     tried = [load for load in loads if near.micro_batch / SMALLEST <= load.micro_batch <= near.micro_batch * LARGEST]
     strategies = [strategy for strategy in strategies_on(near.cluster) if _is_common(strategy, space)]
-    search = _SimpleSearch(space, limit_bytes)
+    search = _SimpleSearch(space, near, limit_bytes)
     for gain, those in ((0.0, filter(_is_even, tried)), (ODD_GAIN, (one for one in tried if not _is_even(one)))):
         search.try_all((_Form(load, one, one) for load, one in product(those, strategies)), gain)
     if search.best is None:
@@ -93,7 +93,7 @@ def _accumulated(form: _Form) -> tuple[Strategy, Strategy, bool]:
 class _SimpleSearch:
     """Prices simple plans of a space, and keeps the fastest that fits."""
 
-    def __init__(self, space: Space, limit_bytes: int) -> None:
+    def __init__(self, space: Space, near: Workload, limit_bytes: int) -> None:
         self.space, self.limit_bytes = space, limit_bytes
         self.best: PricedPlan | None = None
         self._best_form: _Form | None = None
@@ -102,7 +102,7 @@ class _SimpleSearch:
         self._pinned = {index: pinned[block] for index, block in blocks if block in pinned}
         self._open = [index for index, block in blocks if block not in pinned]
         """Stages whose recomputation is not pinned, from the bottom."""
-        modes = sorted(set[Recompute]().union(*(space.model.stages[index].recomputations for index in self._open)))
+        modes = sorted(set[Recompute]().union(*(space.modes(space.stage_classes[index], near) for index in self._open)))
         self._modes = modes
         self._known: dict[tuple[object, ...], PricedPlan] = {}
         """Plans that were priced, by all that they depend on."""
@@ -124,7 +124,7 @@ class _SimpleSearch:
     def try_every_kind(self) -> None:
         """Keep the fastest of the best form's plans with any two kinds of recomputation."""
         form = self._best_form
-        if form is None or len(self._modes) < MODES or self._fits(self._plan(form, 0)):
+        if form is None or len(self._modes) < SEVERAL_MODES or self._fits(self._plan(form, 0)):
             return
         for above, below in combinations(self._modes, 2):
             made = replace(form, above=above, below=below)
@@ -133,7 +133,7 @@ class _SimpleSearch:
 
     def _cheapest_kind(self, form: _Form, kept: PricedPlan) -> _Form:
         """Return the form with the two kinds of recomputation between which the limit lies at the least cost."""
-        if len(self._modes) < MODES:
+        if len(self._modes) < SEVERAL_MODES:
             return replace(form, below=max(self._modes, default=Recompute.NOTHING))
         plans = [kept, *(self._plan(replace(form, above=mode), 0) for mode in self._modes[1:])]
         points = [(-plan.peak.total_bytes, 1.0 / plan.samples_per_s) for plan in plans]

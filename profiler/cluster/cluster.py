@@ -160,6 +160,14 @@ class Cluster:
         return "native"
 
     @property
+    def leaves_host_link(self) -> bool:
+        """Whether collectives leave the link between device and host alone: of one rank, or of one node with NVLink.
+
+        Over PCI Express, or to a network adapter that is on it, gathers take that link for most of a step.
+        """
+        return self.world_size == 1 or (self.nodes == 1 and self.nccl is not None and self.nccl.nvlink)
+
+    @property
     def interference(self) -> float:
         """Slow-down of computation by overlapped communication, per second of that communication."""
         return self.measured.interference if self.measured and self.overlaps else 0.0

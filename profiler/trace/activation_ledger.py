@@ -46,6 +46,7 @@ from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.trace.autograd_order import is_in_function, next_number, running_number
 from profiler.trace.handover import Handover
 from profiler.trace.live_storage import NO_CHARGE, NOBODY, Charge, LiveStorage
+from profiler.trace.lone_input import LoneInput
 
 
 @dataclass(slots=True)
@@ -149,6 +150,8 @@ class Execution:
     made: tuple[LiveStorage, ...] = ()
     """The storages that it made and returned."""
     handover: Handover = field(default_factory=Handover)
+    lone: LoneInput | None = None
+    """What would be offloaded of its inputs."""
 
 
 def needs_gradient(tensors: Iterable[Tensor]) -> bool:
@@ -182,6 +185,8 @@ class Ledger:
         """Keys of the storages that earlier steps left."""
         self._charged: dict[int, list[tuple[CallRecord, str, Charge]]] = {}
         """By `id` of a storage: to which calls it was charged, as what, and how much."""
+        self._ended: int | None = None
+        """The block execution that ended last, until the next call begins."""
         self._tail: list[tuple[int, int]] = []
         """Numbers of the events after the last block, and the live bytes of each."""
         self._released: list[LiveStorage] = []
@@ -197,6 +202,7 @@ class Ledger:
         before, and its backward is that of all calls in there: of the last of them.
         """
         number -= is_in_function()
+        self._note_holders()
         if self.call.operator == NOBODY:
             self.call.operator, self.call.block, self.call.late = operator, self.block, operator in self.late
             self._open()
@@ -215,6 +221,16 @@ class Ledger:
         if self.block is not None and all(call.block != self.block for call in self.calls[-2:-1]):
             execution = self.executions[self.block]
             execution.opening = (self.call.forward.events or [self._bytes])[0] - execution.entered
+
+    def end_block(self) -> None:
+        """Note that a block has ended."""
+        self._ended = self.block
+
+    def _note_holders(self) -> None:
+        """Note what else held the input of the block that has ended."""
+        if self._ended is not None and self._ended != self.block and (lone := self.executions[self._ended].lone):
+            lone.note_holders()
+        self._ended = None
 
     def leave(self, *, module: bool = True) -> None:
         """Note that the forward of the current call's module, or of its block, has ended."""
@@ -272,6 +288,8 @@ class Ledger:
         for number, execution in enumerate(self.executions):
             if execution.saves and number in first:
                 self.calls[first[number]].recomputed += execution.changed
+                if execution.lone is not None:
+                    execution.lone.note_savers(number)
         _, peak = max(((size, mark) for mark, size in self._tail), default=(0, 0))
         for storage in self._released:
             call, died_at = self.calls[storage.producer], storage.died_at
@@ -320,6 +338,7 @@ class Ledger:
 
     def end_forward(self) -> None:
         """Close a forward that no backward follows: a call hands on all that is live as the next one begins."""
+        self._note_holders()
         self.call.output = self._bytes
         for call, after in pairwise(self.calls):
             call.output = after.forward.events[0]

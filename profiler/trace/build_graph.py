@@ -53,11 +53,13 @@ def assemble(
     recomputed: Mapping[int, Pass],
     selective: Mapping[int, Pass],
     apart: Mapping[Recompute, Mapping[int, Pass]],
+    let_go: Sequence[bool],
 ) -> ModelGraph:
     """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
 
     Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none,
-    and those of all three kinds in which gradients leave blocks one by one (`apart`) too.
+    and those of all three kinds in which gradients leave blocks one by one (`apart`) too.  `let_go` says of which
+    executions of blocks the input could be offloaded.
     """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
@@ -99,7 +101,7 @@ def assemble(
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))
-    blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting)
+    blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting, let_go)
     named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
@@ -374,6 +376,7 @@ def _blocks(
     reruns: Sequence[Mapping[int, Pass]],
     ran: Sequence[int],
     waiting: Sequence[int],
+    let_go: Sequence[bool],
 ) -> tuple[Block, ...]:
     """Return the blocks that ran at least one call; equal ones get the same `block_class`."""
     blocks: list[Block] = []
@@ -382,6 +385,7 @@ def _blocks(
         if call.block is not None:
             members[call.block].append(position)
     classes: dict[Any, int] = {}
+    often = Counter(one.path for one in next(iter(passes.values())).executions)
     for inside, execution in zip(members, ran, strict=True):
         runs, sizes = [one.executions[execution] for one in passes.values()], tuple(passes)
         path = runs[0].path
@@ -393,10 +397,12 @@ def _blocks(
         module_class = type(module.get_submodule(path)).__name__
         alike = tuple(_likeness(calls[index], operators, path) for index in inside)
         opening = line([run.opening for run in runs], sizes)
-        likeness = (module_class, inputs, *again, alike, runs[0].late, opening)
+        is_free = any(let_go) and let_go[execution] and often[path] == 1
+        lone = _left_out([one.lone.lone_bytes if one.lone and is_free else 0 for one in runs], sizes)
+        likeness = (module_class, inputs, *again, alike, runs[0].late, opening, lone)
         number = classes.setdefault(likeness, len(classes))
         ends = inside[0], inside[-1] + 1
-        blocks.append(Block(path, module_class, *ends, inputs, number, *again, runs[0].late, opening))
+        blocks.append(Block(path, module_class, *ends, inputs, number, *again, runs[0].late, opening, lone))
     return tuple(blocks)
 
 

@@ -105,7 +105,7 @@ class PassOptions:
     stand_ins: StandIns = NO_STAND_INS
     """For executions of blocks that do not run, which have one call each (`profiler.trace.replay`)."""
     recompute: Recompute = Recompute.NOTHING
-    """What of every block is recomputed."""
+    """What of every block is recomputed; where its input is to be offloaded, the pass is a forward alone."""
     repeated: Container[str] = ()
     """Blocks that run several times."""
     bounded: Sequence[Execution] = ()
@@ -162,13 +162,14 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
 
     What a step makes is held by nothing else, and gone on return unless the model keeps it.
     """
-    ledger, saves_all = meter.ledger, options.recompute is not Recompute.EVERYTHING
+    ledger, saves_all = meter.ledger, options.recompute < Recompute.EVERYTHING
+    goes_back = trains(module) and options.recompute is not Recompute.OFFLOADED
     with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
         with torch.enable_grad(), hooks if saves_all else nullcontext():
             output = module(*inputs[0], **inputs[1])
             meter.written.end_forward()
-            loss, summed = find_loss(output) if trains(module) else (None, False)
+            loss, summed = find_loss(output) if goes_back else (None, False)
         if loss is None:
             ledger.end_forward()
         else:

@@ -32,6 +32,7 @@ from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError, dense_layout
 from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
+from profiler.trace.lone_input import lone_input, note_products, saving_nothing
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.ops_that_import import OpRunner
 from profiler.trace.same_dtypes import check_dtypes
@@ -164,7 +165,8 @@ class Meter(UncompiledMode):
         # Modes for functions are not for the meter's own questions of tensors.
         with torch._C.DisableTorchFunction():
             execution = self.ledger.enter_block(path, _handed(args, kwargs))
-        run = functools.partial(self._checkpointed if self._recompute else self._watching_buffers, inner, execution)
+            execution.lone = lone_input(args, kwargs, self.ledger.live)
+        run = functools.partial(_WAYS.get(self._recompute, Meter._checkpointed), self, inner, execution)
         if path in self._repeated:
             return run(*args, **kwargs)
         assert self.ledger.block is not None
@@ -206,7 +208,8 @@ class Meter(UncompiledMode):
             raise UnlikeError
         ledger.use([own for own, other in zip(execution.inputs, like.inputs, strict=True) if id(other) in like.used])
         if self._recompute:
-            held, made = execution.inputs if replayed.saves else (), list[int]()
+            holds = replayed.saves and self._recompute is not Recompute.OFFLOADED
+            held, made = execution.inputs if holds else (), list[int]()
         else:
             pairs = zip(execution.inputs, like.inputs, strict=True)
             held = tuple(own for own, other in pairs if replayed.first in other.savers)
@@ -214,7 +217,10 @@ class Meter(UncompiledMode):
         kept = {storage.key: storage for storage in held}
         tensors = [one for one in _tensors(execution.handover.leaves) if kept.pop(one.untyped_storage()._cdata, None)]
         last = functools.partial(ledger.executions.__getitem__, replayed.last)
-        return StandIn(like.handover, last, tensors, made, self._make_unknown).run(execution.handover)
+        out = StandIn(like.handover, last, tensors, made, self._make_unknown).run(execution.handover)
+        note_products(execution.inputs, ledger.storages_of(_tensors(out)), like.made)
+        self.ledger.end_block()
+        return out
 
     def _make_unknown(self, layout: Layout) -> Tensor:
         """Make a tensor of which nothing is known, not even that it is empty."""
@@ -231,6 +237,13 @@ class Meter(UncompiledMode):
         settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
         with set_checkpoint_early_stop(execution.path not in self._repeated):  # the runtime stops units early
             return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
+
+    def _saving_nothing(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
+        """Run a block's forward that no backward will follow."""
+        with saving_nothing():
+            output = inner(*args, **kwargs)
+        self.ledger.end_block()
+        return output
 
     def _watching_buffers(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, and note which of its buffers it changes."""
@@ -455,6 +468,10 @@ class Meter(UncompiledMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+_WAYS = {Recompute.NOTHING: Meter._watching_buffers, Recompute.OFFLOADED: Meter._saving_nothing}
+"""How blocks run in passes in which they do not run again."""
 
 
 def _handed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

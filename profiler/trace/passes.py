@@ -47,6 +47,8 @@ class Runs:
     """Operators that are left out if all rows choose alike."""
     failures: Mapping[Recompute, str]
     """Why no block could be recomputed so."""
+    let_go: Sequence[bool]
+    """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
 
 
 def run_sizes(
@@ -73,13 +75,14 @@ def run_sizes(
     if any(execution.handover.is_shared for execution in passes[first].executions):
         with suppress(ModelError):  # all or none, as they are compared
             apart = _run_apart(runner, {Recompute.NOTHING: passes, **recomputed})
+    let_go = _let_go(runner, first, passes[first]) if Recompute.EVERYTHING in recomputed else ()
     skipped: set[str] = set()
     if device.data.assumptions:
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
     skipped |= runner.may_skip
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
-    return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures)
+    return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures, let_go)
 
 
 Recomputed = dict[Recompute, dict[int, Pass]]
@@ -109,6 +112,18 @@ def _run_recomputed(runner: _Runner, passes: Mapping[int, Pass]) -> tuple[Recomp
                 break
             found[how][size] = one
     return {how: found[how] for how in kinds}, failures
+
+
+def _let_go(runner: _Runner, size: int, kept: Pass) -> Sequence[bool]:
+    """Return for every execution of a block whether nothing else holds what would be offloaded of its inputs, given a
+    pass of one micro-batch in which blocks are kept.
+    """
+    if not any(execution.lone and execution.lone.lone_bytes for execution in kept.executions):
+        return ()
+    with suppress(ModelError):
+        found = runner.run_forward(size, kept)
+        return [execution.lone is not None and execution.lone.is_let_go for execution in found.executions]
+    return ()
 
 
 def _run_apart(runner: _Runner, bounded: Recomputed) -> Recomputed:
@@ -209,6 +224,12 @@ class _Runner:
                 return found
             self._replay = None
         return self._run(size, kept, how=how, bounded=bounded)
+
+    def run_forward(self, size: int, kept: Pass) -> Pass:
+        """Run a forward in which blocks save nothing, of which only executions are of use.  Raises OsdpError."""
+        how, replay = Recompute.OFFLOADED, self._replay
+        short = None if replay is None else self._run_short(replay, lambda found: found, size, kept, how)
+        return short or self._run(size, kept, how=how)
 
     def _run_short(
         self,

@@ -73,8 +73,8 @@ class Replay:
             results = [(_run_again(executions[one]), tuple(map(_measured, calls.get(one, ())))) for one in ran]
             if any(result != results[0] for result in results):
                 raise UnlikeError
-            for one in replayed:
-                executions[one] = replace(executions[members[0]], path=paths[one])
+            for one in replayed:  # what becomes of their input was seen of each
+                executions[one] = replace(executions[members[0]], path=paths[one], lone=executions[one].lone)
         found = list[CallRecord]()
         for call in short.calls:
             stand_in = None if call.block is None else self.stand_ins.executions.get(call.block)

@@ -121,7 +121,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         with unregistered_reads(module) as read, mode, outputs_aliased(module), inputs_cast(module, precision):
             run = run_sizes(module, source, found, device, sizes, computed)
             kept = tuple(buffer_of(name, tensor) for name, tensor in values_of(computed))
-    passes = run.passes, run.recomputed, run.selective, run.apart
+    passes = run.passes, run.recomputed, run.selective, run.apart, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(next(iter(run.passes.values())).written)

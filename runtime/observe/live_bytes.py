@@ -43,6 +43,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from profiler.byte_sizes import allocated_bytes
 from profiler.fake_devices import DEVICE, device_of
 from profiler.loss_storage import keeps_storage, with_kept_storage
+from runtime.strategies import offloaded_input
 from runtime.torch_compat import held_tensor
 
 ACTIVATIONS = "activations"
@@ -223,12 +224,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return storage
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._empty_on_host = offloaded_input.empty_on_host
+        offloaded_input.empty_on_host = self._counted_on_host
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        offloaded_input.empty_on_host = self._empty_on_host
+
+    def _counted_on_host(self, like: Tensor) -> Tensor:
+        """Return the host's memory for a copy of a tensor, of that category."""
+        before, self.category = self.category, HOST
+        try:
+            return self._empty_on_host(like)
+        finally:
+            self.category = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:

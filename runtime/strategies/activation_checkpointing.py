@@ -10,7 +10,8 @@ BatchNorm, vectors of spectral norms) have again the values that they had before
 and in the first step its matrix products are compared: a block that remembers something else is refused.
 
 Recomputed selectively, a block keeps what its matrix products and attention return, and takes it up again instead of
-computing it (`profiler.selective_recomputation`).
+computing it (`profiler.selective_recomputation`).  Offloaded, its input is on the host meanwhile
+(`runtime.strategies.offloaded_input`).
 """
 
 import warnings
@@ -27,6 +28,7 @@ from profiler.errors import OsdpError
 from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
+from runtime.strategies.offloaded_input import Offloading
 from runtime.torch_compat import is_fake
 
 Forward = Callable[..., Any]
@@ -47,17 +49,27 @@ def recompute(sharded: ShardedModel, compile_backend: str | None) -> None:
             block = model.get_submodule(path)
             if path and next(block.children(), None) is not None:
                 vars(block)["forward"] = torch.compile(block.forward, backend=compile_backend)
+    offloading = Offloading(sharded.device, schedule.offloaded)
     for name in schedule.recomputed:
         block = model.get_submodule(name)
-        checkpointed = _Checkpointed(name, block, sharded, name in units, compile_backend is not None)
+        checkpointed = _Checkpointed(name, block, sharded, offloading, name in units, compile_backend is not None)
         vars(block)["forward"] = checkpointed.run
 
 
 class _Checkpointed:
     """A block whose forward runs again in backward."""
 
-    def __init__(self, name: str, block: nn.Module, sharded: ShardedModel, is_unit: bool, is_compiled: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        sharded: ShardedModel,
+        offloading: Offloading,
+        is_unit: bool,
+        is_compiled: bool,
+    ) -> None:
         self.name, self.block, self.sharded, self.is_unit = name, block, sharded, is_unit
+        self.offloading = offloading
         self.forward: Forward = block.forward
         self.is_selective = name in sharded.schedule.selective and not is_compiled
         """Whether it keeps what matrix products and attention return."""
@@ -72,12 +84,17 @@ class _Checkpointed:
             return self.forward(*args, **kwargs)
         mode = tuple(module.training for module in self.block.modules())
         before, states = self._copies(self.changed.get(mode)), self._states()
-        again = _Again(self, before)
+        again, forward = _Again(self, before), self.forward
+        offloaded = self.offloading.offload(self.name, args, kwargs)
+        if offloaded is not None:
+            forward, (args, kwargs) = offloaded.into(forward), offloaded.without(args, kwargs)
         # Stopped early, the last unit's forward would not reach the hook that ends it.
         with set_checkpoint_early_stop(self.is_unit):
             output = checkpoint(
-                self.forward, *args, use_reentrant=False, context_fn=lambda: (again.forward(), again), **kwargs
+                forward, *args, use_reentrant=False, context_fn=lambda: (again.forward(), again), **kwargs
             )
+        if offloaded is not None:
+            offloaded.let_go(self.name)
         is_first = mode not in self.changed
         if is_first:
             self.changed[mode] = frozenset(site for site, old in before.items() if not _same(site, old))

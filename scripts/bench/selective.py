@@ -1,7 +1,8 @@
 """What selective recomputation gains: `python scripts/bench/selective.py [--models ...] [--json FILE]`
 
-The fastest plan (`--best`) of a model under a limit, without and with blocks that are recomputed selectively.  All
-figures are predicted, in samples/s; the share of the step that goes to running forwards again is in brackets.
+The fastest plan (`--best`) of a model under a limit, without and with blocks that are recomputed selectively; none has
+its input offloaded.  All figures are predicted, in samples/s; the share of the step that goes to running forwards again
+is in brackets.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from osdp.planning.request import BEST, Planned, Request, plan_graph
 from osdp.zoo import load_cluster, load_model
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import Affine, ModelGraph
 from profiler.trace.trace import trace_model
 
 CASES = (
@@ -36,6 +37,11 @@ def without_selective(graph: ModelGraph) -> ModelGraph:
     return replace(graph, calls=calls, blocks=tuple(replace(block, selective_rerun=None) for block in graph.blocks))
 
 
+def without_offload(graph: ModelGraph) -> ModelGraph:
+    """Return a graph of which no block has an input that can be offloaded."""
+    return replace(graph, blocks=tuple(replace(block, offloadable_bytes=Affine()) for block in graph.blocks))
+
+
 def plan(graph: ModelGraph, cluster: Cluster, case: Case) -> Planned | None:
     """Return the fastest plan, None if none fits."""
     request = Request(round(case.limit_gib * GIB), case.precision, style=BEST)
@@ -49,7 +55,8 @@ def row(case: Case, graphs: dict[Any, ModelGraph]) -> dict[str, Any]:
     """Return the figures of one case."""
     cluster, key = load_cluster(case.cluster), (case.model, case.precision)
     if key not in graphs:
-        graphs[key] = trace_model(load_model(case.model), case.precision, cluster.device.kind)
+        traced = trace_model(load_model(case.model), case.precision, cluster.device.kind)
+        graphs[key] = without_offload(traced)
     found = {
         "whole": plan(without_selective(graphs[key]), cluster, case),
         "selective": plan(graphs[key], cluster, case),

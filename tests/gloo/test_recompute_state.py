@@ -60,7 +60,7 @@ def train_with_statistics(rank: int) -> None:
     from osdp import OSDP
 
     blocks = "blocks.0", "blocks.1"
-    kinds = ({}, {"recomputed": blocks}, {"selective": blocks})
+    kinds = ({}, {"recomputed": blocks}, {"selective": blocks}, {"offloaded": blocks[1:], "recomputed": blocks[:1]})
     combinations = list(product(("replicate", "shard", "shard_grad", "owner"), kinds))
     for strategy, again in some(combinations, 2):  # every strategy, and every kind under several
         reference = seeded(Statistics)

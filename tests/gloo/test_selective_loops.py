@@ -69,7 +69,7 @@ def train(rank: int) -> None:
     strategies = {"blocks.0.up": "owner", "blocks.0.down": "replicate", "blocks.1.up": "replicate"}
     plans = ("replicate", {}), ("shard", {}), ("shard_grad", strategies), ("odc:2", {})
     blocks = "blocks.0", "blocks.1"
-    kinds = {}, {"recomputed": blocks}, {"selective": blocks}
+    kinds = {}, {"recomputed": blocks}, {"selective": blocks}, {"offloaded": blocks[1:], "recomputed": blocks[:1]}
     for (default, choices), again in some(list(product(plans, kinds)), 2, 1):
         reference = seeded(TwoHeads)
         model = OSDP(seeded(TwoHeads), plan_of(TwoHeads(), default, choices, **again, ranks=(1, 2)))

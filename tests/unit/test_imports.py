@@ -39,6 +39,7 @@ SHARED = frozenset(
         "fake_devices",
         "loss_storage",
         "mixed_precision",
+        "offloaded_input",
         "opaque_parameters",
         "plain_attributes",
         "selective_recomputation",

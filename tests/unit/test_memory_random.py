@@ -24,7 +24,7 @@ from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import ModelGraph, Operator, Recompute
+from profiler.model_graph import Affine, ModelGraph, Operator, Recompute
 
 VOCABULARY, LENGTH = {"gpt2": 512, "llama": 4096, "bert": 2048}, 128
 """Chains only: in an encoder and decoder, blocks with slices that run again are priced up to 3.4 % from above."""
@@ -63,12 +63,17 @@ def plans(draw: st.DrawFn) -> tuple[Plan, str, ModelGraph, Cluster]:
         block = None if operator.block is None else graph.blocks[operator.block].name
         if block and choices[operator.name].startswith("split") and again[block] is Recompute.SELECTIVE:
             again[block] = Recompute.EVERYTHING
+    for one in graph.blocks:
+        if one.offloadable_bytes == Affine():
+            again[one.name] = min(again[one.name], Recompute.EVERYTHING)
     plan = plan_of(
         graph,
         machine,
         choices,
-        [name for name, how in again.items() if how is Recompute.EVERYTHING],
-        [name for name, how in again.items() if how is Recompute.SELECTIVE],
+        *(
+            [name for name, how in again.items() if how is wanted]
+            for wanted in (Recompute.EVERYTHING, Recompute.SELECTIVE, Recompute.OFFLOADED)
+        ),
         micro_batch=draw(st.integers(2, 4)),
         accumulation=draw(st.sampled_from([1, 1, 2, 3])),
         optimizer=draw(st.sampled_from(["adam", "adamw", "sgd"])),

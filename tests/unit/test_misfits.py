@@ -31,7 +31,7 @@ def test_options_that_are_left_out_are_in_no_plan_that_fits(
     graph: ModelGraph, machine: Cluster, accumulation: int, fraction: float, seed: int
 ) -> None:
     space, load = Space(graph), Workload(machine, "adam", "fp32", 1, accumulation)
-    choices = [choices_of(stage, graph, strategies_on(machine)) for stage in space.model.stages]
+    choices = [choices_of(stage, graph, strategies_on(machine), stage.recomputations) for stage in space.model.stages]
     full = menu_of(space, load, [[some[(seed // 7**i + i * 13) % len(some)] for i in range(6)] for some in choices])
     by_peak = sorted(((peak_memory(one, load).total_bytes, one) for one in plans_of(full)), key=itemgetter(0))
     limit = by_peak[0][0] + fraction * (by_peak[-1][0] - by_peak[0][0])

@@ -139,7 +139,10 @@ def test_the_same_pins_on_more_ranks(graph: ModelGraph, machine: Cluster) -> Non
     [
         (["blocks.9=shard"], ["the model has no such operator or block", "expected: blocks.", "named_modules()"]),
         (["blocks.2.upp=shard"], ["blocks.2.up"]),
-        (["blocks.2.up=shred"], ["no such strategy", "got: shred", "shard_grad", "recompute, selective or keep"]),
+        (
+            ["blocks.2.up=shred"],
+            ["no such strategy", "got: shred", "shard_grad", "recompute, recompute+offload, selective, keep"],
+        ),
         (["blocks.2.up=group_shard:3"], ["no such strategy on 1 x 4 ranks", "group_shard:2"]),
         (["embed=recompute"], ["no such block, and only blocks can be recomputed"]),
         (

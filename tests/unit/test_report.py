@@ -249,6 +249,7 @@ def test_json_has_the_published_keys_and_sums(planned: Planned) -> None:
         "simple_samples_per_s",
         "selectively_recomputed_blocks",
         "tighter",
+        "offloaded_blocks",
     ]
     assert told["schema"] == "osdp.plan_report/1"
     assert (told["model"], told["cluster"], told["limit_bytes"]) == ("transformer", "test", LIMIT_BYTES)

@@ -74,7 +74,9 @@ def every_choice(graph: ModelGraph, machine: Cluster, uneven: bool = False) -> I
     """Yield every plan of a chain that the space is said to have, without what was left out of menus."""
     space = Space(graph)
     offered = strategies_on(machine, uneven)
-    yield from product(*(choices_of(stage, space.model.graph, offered) for stage in space.model.stages))
+    yield from product(
+        *(choices_of(stage, space.model.graph, offered, stage.recomputations) for stage in space.model.stages)
+    )
 
 
 def best_by_trying(
@@ -115,7 +117,7 @@ def test_dominated_options_are_in_no_better_plan(
 ) -> None:
     space = Space(graph)
     load = Workload(machine, "adam", "fp32", 1, accumulation)
-    choices = [choices_of(stage, graph, strategies_on(machine)) for stage in space.model.stages]
+    choices = [choices_of(stage, graph, strategies_on(machine), stage.recomputations) for stage in space.model.stages]
     picked = [[some[(seed // 7**i + i * 13) % len(some)] for i in range(6)] for some in choices]
     full = menu_of(space, load, picked)
     pruned = full.without_dominated()
@@ -298,7 +300,7 @@ def test_a_pinned_optimum_is_that_of_the_plans_with_the_pin(
     slices = (taken, known[0]) if which % 3 == 0 else (taken,)
     pins = Pins({operator: slices})
     space = Space(graph)
-    stages = [choices_of(stage, graph, known, pins) for stage in space.model.stages]
+    stages = [choices_of(stage, graph, known, stage.recomputations, pins) for stage in space.model.stages]
     least = min(peak_memory(priced(space, load, c, None).options, load).total_bytes for c in product(*stages))
     limit = int(least * factor) + 1
     best = best_by_trying(graph, load, product(*stages), limit)

@@ -29,6 +29,7 @@ from planner.cost.stragglers import Waits
 from planner.options.candidates import DIVERSE_STRATEGIES, LIGHT, MIXED_STRATEGIES, SPLIT_STRATEGIES
 from planner.search.baselines import Baseline
 from profiler.byte_sizes import MIB, format_bytes
+from profiler.model_graph import Recompute
 
 WAITING = "waiting_s"
 """The term of uneven micro-batches."""
@@ -222,10 +223,12 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     bound = format_count(found.bound_samples_per_s)
     within = " with these pins" if plan.asked.pins else ""
     within += " with this headroom" if planned.tighter is not None else ""
+    offloads = any(Recompute.OFFLOADED in stage.offered(planned.cluster) for stage in found.space.model.stages)
+    again = "selective, whole or offloaded recomputation" if offloads else "selective or whole recomputation"
     lines = [
         f"Certified gap {plan.gap:.2%}: no plan of the search space has more than {bound} samples/s in this cost "
         f"model{within}. The search space has, for each block and each operator "
-        f"outside blocks, {_offer(planned)}; one strategy for all tied operators; no, selective or whole recomputation "
+        f"outside blocks, {_offer(planned)}; one strategy for all tied operators; no, {again} "
         f"of each block; "
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
         f"{trace_time(planned)}, the search {planned.search_s:.2f} s, the command {around.total_s:.2f} s.",

@@ -71,6 +71,7 @@ def plan_object(
         "simple_samples_per_s": simple.samples_per_s if simple else None,
         "selectively_recomputed_blocks": plan.selectively_recomputed_blocks,
         "tighter": None if planned.tighter is None else _tighter(planned, planned.tighter),
+        "offloaded_blocks": plan.offloaded_blocks,
     }
 
 

@@ -10,7 +10,13 @@ from planner.plan import Plan
 from planner.problem import NO_PINS, Pins
 from profiler.model_graph import Block, ModelGraph, Operator, Recompute
 
-RECOMPUTED = {None: "", Recompute.NOTHING: "no", Recompute.SELECTIVE: "selective", Recompute.EVERYTHING: "yes"}
+RECOMPUTED = {
+    None: "",
+    Recompute.NOTHING: "no",
+    Recompute.SELECTIVE: "selective",
+    Recompute.EVERYTHING: "yes",
+    Recompute.OFFLOADED: "offload",
+}
 """What tables say."""
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
@@ -123,5 +129,9 @@ def _follows(position: int, name: str) -> tuple[str, int]:
 
 def choice_name(strategy: str, recompute: Recompute | None) -> str:
     """Return a strategy with what is recomputed, e.g. `shard + selective recompute`."""
-    how = {Recompute.SELECTIVE: " + selective recompute", Recompute.EVERYTHING: " + recompute"}
+    how = {
+        Recompute.SELECTIVE: " + selective recompute",
+        Recompute.EVERYTHING: " + recompute",
+        Recompute.OFFLOADED: " + recompute, input offloaded",
+    }
     return strategy + (how.get(recompute, "") if recompute is not None else "")

@@ -46,12 +46,15 @@ def summary(plan: Plan, graph: ModelGraph, cluster: Cluster) -> str:
 
 def _recomputation(plan: Plan, blocks: int) -> Iterator[str]:
     """Yield e.g. `20 of the 48 recomputed and 28 selectively`."""
-    whole, selective = len(plan.recomputed_blocks), len(plan.selectively_recomputed_blocks)
+    offloaded, selective = len(plan.offloaded_blocks), len(plan.selectively_recomputed_blocks)
+    whole = len(plan.recomputed_blocks) + offloaded
     if whole and selective:
         yield f"{whole} of the {blocks} recomputed and {selective} selectively"
     elif whole or selective:
         how = " selectively" if selective else ""
         yield f"{'all' if blocks in (whole, selective) else whole or selective} of the {blocks} recomputed{how}"
+    if offloaded:
+        yield f"with the input of {'all' if offloaded == blocks else offloaded} offloaded"
 
 
 def _names(choices: Collection[str], cluster: Cluster) -> str:
