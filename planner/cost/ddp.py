@@ -294,7 +294,14 @@ class Replica:
 def _reduced(segment: Segment, reduce_s: float, exposed_s: float) -> Segment:
     """Return the segment of a call with its reductions; `replace` takes several times as long, and there are many."""
     alone = segment.forward_s, segment.backward_s, segment.recompute_s, segment.launch_wait_s
-    return Segment(*alone, step_reduce_s=reduce_s, step_exposed_s=exposed_s, launches=segment.launches)
+    return Segment(
+        *alone,
+        forward_stall_s=segment.forward_stall_s,
+        backward_stall_s=segment.backward_stall_s,
+        step_reduce_s=reduce_s,
+        step_exposed_s=exposed_s,
+        launches=segment.launches,
+    )
 
 
 def _first_largest(numbers: Sequence[float], names: Sequence[int]) -> tuple[float, int]:

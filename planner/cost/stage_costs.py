@@ -66,7 +66,7 @@ class StageFrame:
     def __init__(self, model: StagedModel, index: int, load: Workload) -> None:
         """`load` is any of the workloads that differ in the micro-batch alone."""
         stage, graph = model.stages[index], model.graph
-        self.model, self.stage, self.load = model, stage, load
+        self.model, self.index, self.stage, self.load = model, index, stage, load
         self.is_bottom = index == 0
         self.is_top = index == len(model.stages) - 1
         trained = {c.operator: [p for p in graph.operators[c.operator].parameters if p.trainable] for c in stage.calls}
@@ -139,15 +139,26 @@ class StageCosts:
         """Return the seconds that the block's forward and backward wait for what is copied to the host and back.
 
         Its input leaves while its forward runs, and that of the block below comes back while its backward does, which
-        is priced as if it were its own.
+        is priced as if it were its own.  Where the block above has no room for it, it comes back when it is needed.
         """
         if recompute is not Recompute.OFFLOADED or self.load.cluster.host is None:
             return 0.0, 0.0
         copy_s = self.memory(recompute).offloaded / self.load.cluster.host.link_bytes_per_s.value
         if not self.load.cluster.leaves_host_link:
             return copy_s, copy_s
-        backward_s = float(sum(self.backward_s)) + self.again_s(recompute, is_whole)
+        backward_s = (
+            float(sum(self.backward_s)) + self.again_s(recompute, is_whole) if self._comes_back_early() else 0.0
+        )
         return max(0.0, copy_s - float(sum(self.forward_s))), max(0.0, copy_s - backward_s)
+
+    def _comes_back_early(self) -> bool:
+        """Whether the block's input can come back while another runs back: the block above has room for it."""
+        index, stages = self.frame.index, self.frame.model.stages
+        above = stages[index + 1] if index + 1 < len(stages) else None
+        if above is None or above.block is None or self.stage.block is None or not above.can_offload:
+            return False
+        blocks, batch = self.frame.model.graph.blocks, self.load.micro_batch
+        return blocks[above.block].offloadable_bytes(batch) >= blocks[self.stage.block].offloadable_bytes(batch)
 
     def saved_bytes(self, recompute: Recompute) -> float:
         """Return the bytes of activations that the stage keeps from forward to backward."""

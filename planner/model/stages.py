@@ -68,7 +68,11 @@ class Stage:
         return tuple(mode for mode in self.recomputations if mode is not Recompute.OFFLOADED or offloads)
 
     def allowed(self, recompute: Recompute) -> Recompute:
-        """Return what is recomputed of it where that is wanted of all stages: nothing, if it cannot be."""
+        """Return what is recomputed of it where that is wanted of all stages: nothing, if it cannot be, and all of it
+        where there is nothing to offload.
+        """
+        if recompute is Recompute.OFFLOADED and not self.can_offload:
+            recompute = Recompute.EVERYTHING
         return recompute if recompute in self.recomputations else Recompute.NOTHING
 
 

@@ -12,10 +12,11 @@ have the user's choice in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from planner.cost.stage_costs import StageCosts
+from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
 from planner.model.stages import JOIN_NUMEL, Stage
 from planner.problem import NO_PINS, Pins
@@ -48,10 +49,13 @@ the first so many strategies and the one that needs least memory.  With all choi
 for a plan that is 0.15 % faster."""
 
 
-MANY_BLOCKS, MANY_SAMPLES = 4, 64
-"""Of so many alike blocks, none has to be recomputed with its input on the device where the copies of as many samples
-are hidden: offloaded, all hold less, and one is at most an input worse.  With both kinds, searches near the smallest
-limits took twice as many labels, and ended with gaps of 8 %."""
+MANY_BLOCKS = 4
+"""Of so many alike blocks, none has to be recomputed with its input on the device where all copies are hidden:
+offloaded, all hold less, and one is at most an input worse.  With both kinds, searches near the smallest limits took
+twice as many labels, and ended with gaps of 8 %."""
+FEWEST_AND_MOST = (1, 4096)
+"""Samples of a micro-batch between which the share of a forward that a copy takes only grows or only falls: both are
+affine in them."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,16 @@ class StageDecision:
         return len(set(self.strategies)) <= 1 and not self.counts
 
 
-def modes_of(stage: Stage, alike: int, costs: StageCosts) -> tuple[Recompute, ...]:
-    """Return what may run again of a stage, of which there are so many `alike`; `costs` are of `MANY_SAMPLES`."""
-    found = stage.offered(costs.load.cluster)
-    waits = alike < MANY_BLOCKS or any(costs.copy_waits_s(Recompute.OFFLOADED, is_whole=True))
-    if Recompute.OFFLOADED not in found or waits:
-        return found
-    return tuple(mode for mode in found if mode is not Recompute.EVERYTHING)
+def modes_of(
+    stage: Stage, alike: int, load: Workload, costs_of: Callable[[Workload], StageCosts]
+) -> tuple[Recompute, ...]:
+    """Return what a search offers to run again of a stage, of which there are so many `alike`."""
+    found = stage.offered(load.cluster)
+    if Recompute.OFFLOADED in found and alike >= MANY_BLOCKS:
+        sizes = (costs_of(replace(load, micro_batch=size)) for size in FEWEST_AND_MOST)
+        if not any(any(costs.copy_waits_s(Recompute.OFFLOADED, is_whole=True)) for costs in sizes):
+            return tuple(mode for mode in found if mode is not Recompute.EVERYTHING)
+    return found
 
 
 Slices = tuple[tuple[Strategy, ...], ...]
@@ -114,18 +121,19 @@ def choices_of(
     offered = _wholes(stage, strategies) if is_whole else _assignments(stage, graph, strategies)
     pinned = [pins.strategies.get(operator) for operator in stage.operators]
     taken = dict.fromkeys(tuple(p or part for p, part in zip(pinned, slices, strict=True)) for slices in offered)
-    again = modes
-    if stage.block is not None and stage.block in pins.recompute:
-        again = (pins.recompute[stage.block],)
-    found = (_choice(slices, recompute) for slices in taken for recompute in again)
-    return [one for one in found if _is_offered(one, again)]
+    is_pinned = stage.block is not None and stage.block in pins.recompute
+    again = [pins.recompute[stage.block]] if stage.block is not None and is_pinned else modes
+    found = dict.fromkeys(
+        _choice(slices, mode) for slices in taken for mode in (again if is_pinned else _beside(slices, again))
+    )
+    return [one for one in found if not (one.counts and one.recompute is Recompute.SELECTIVE)]
 
 
-def _is_offered(choice: StageDecision, again: Sequence[Recompute]) -> bool:
-    """Whether a choice can run, and, if others are left, is worth its part of a search."""
-    if choice.recompute is Recompute.OFFLOADED and len(again) > 1:  # one link for what both would copy
-        return not any(strategy.offload for strategy in choice.strategies)
-    return not (choice.counts and choice.recompute is Recompute.SELECTIVE)
+def _beside(slices: Slices, modes: Sequence[Recompute]) -> list[Recompute]:
+    """Return what is offered beside strategies: inputs stay where parameters are on the host, as both take its link."""
+    if not any(strategy.offload for parts in slices for strategy in parts):
+        return [*modes]
+    return [min(mode, Recompute.EVERYTHING) for mode in modes]
 
 
 def _choice(slices: Slices, recompute: Recompute) -> StageDecision:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -31,15 +31,7 @@ from planner.model.fsdp_units import can_hold
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.options.candidate_set import CandidateSet, Owned, Spanning, owned_ranges
-from planner.options.candidates import (
-    MANY_CLASSES,
-    MANY_SAMPLES,
-    StageDecision,
-    choices_of,
-    first_and_least,
-    light_stages,
-    modes_of,
-)
+from planner.options.candidates import MANY_CLASSES, StageDecision, choices_of, first_and_least, light_stages, modes_of
 from planner.options.option_columns import OptionList
 from planner.options.option_table import OptionTable
 from planner.options.pareto import undominated, unit_numbers
@@ -289,9 +281,8 @@ class Space:
         """Return what may run again of a class of stages, as it is offered."""
         key = stage_class, id(load.cluster), load.precision
         if key not in self._modes:
-            costs = self.stage_costs(stage_class, replace(load, micro_batch=MANY_SAMPLES))
             stage, alike = self.model.stages[self.examples[stage_class]], self.stage_classes.count(stage_class)
-            self._modes[key] = modes_of(stage, alike, costs)
+            self._modes[key] = modes_of(stage, alike, load, partial(self.stage_costs, stage_class))
         return self._modes[key]
 
     def _fitting(self, operators: Sequence[int], strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:

@@ -145,12 +145,17 @@ def _seconds(costs: StageCosts, recompute: Recompute) -> Iterator[float]:
     yield from (costs.again_s(recompute, is_whole) for is_whole in (False, True))
 
 
-def baselines(space: Space, loads: tuple[Workload, ...], limit_bytes: float) -> tuple[Baseline, ...]:
-    """Return every baseline under every kind of recomputation; `loads` by growing micro-batch."""
+def baselines(
+    space: Space, loads: tuple[Workload, ...], limit_bytes: float, *, offloaded: bool = False
+) -> tuple[Baseline, ...]:
+    """Return every baseline under every kind of recomputation; `loads` by growing micro-batch.
+
+    Libraries that run these do not offload what blocks are handed: that is a kind of its own.
+    """
     found = []
     operators = space.graph.operators
-    # The libraries of the baselines do not offload what blocks are handed.
-    again = sorted(set[Recompute]().union(*(s.recomputations for s in space.model.stages)) - {Recompute.OFFLOADED})
+    kinds = set[Recompute]().union(*(stage.recomputations for stage in space.model.stages))
+    again = sorted(kinds & {Recompute.OFFLOADED} if offloaded else kinds - {Recompute.OFFLOADED})
     strategies = [strategy for strategy in strategies_on(loads[0].cluster) if not strategy.offload]
     strategies = [strategy for strategy in strategies if all(can_hold(one, strategy) for one in operators)]
     for name in NAMES:

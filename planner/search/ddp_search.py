@@ -41,7 +41,7 @@ Recomputed = tuple[Recompute, ...]
 """What is recomputed of every stage."""
 
 FEW_PLANS = 250
-"""So many combinations of what is recomputed are looked at one by one: five blocks, three kinds of each."""
+"""So many combinations of what is recomputed are looked at one by one: five blocks with three kinds of each."""
 CLOSE_ENOUGH = 5e-4
 """Share of a plan's speed up to which the bound may be above it: less is not worth to look at whole blocks."""
 MOST_CHOICES = 2_000

@@ -44,6 +44,7 @@ from planner.solve.lagrangian_bound import ChainBound, events_near, highest_even
 from planner.solve.misfits import without_misfits
 from planner.solve.solve_candidates import MUCH, Widening, has_runs, programmed
 from profiler.garbage_collection import without_garbage_collection
+from profiler.model_graph import Recompute
 
 MOST_MADE = 1_200_000
 """Labels that a search makes; then the bounds of the remaining points count in the gap.  About 2 us of CPU each."""
@@ -174,6 +175,8 @@ class _Point:
     """Whether no more can be done for it."""
     owned: Owned | None = None
     """What a rank owns by its plans, if they are those of one range of that (`Space.owning`)."""
+    made: int = 0
+    """Labels that were made for it."""
 
     def __lt__(self, other: _Size | _Point) -> bool:
         return self.bound > other.bound or (self.relaxed and self.bound == other.bound)
@@ -285,7 +288,8 @@ class _Point:
         bound = min(self.bound, samples / widening.least_s)
         if self.relaxed and self.above is not None:
             self.above.bound, self.above.is_hard = min(self.above.bound, bound), widening.is_hard
-        return replace(self, bound=bound, widening=widening, is_over=widening.is_over), plan, made
+        point = replace(self, bound=bound, widening=widening, is_over=widening.is_over, made=self.made + made)
+        return point, plan, made
 
 
 @without_garbage_collection()  # which would walk through all that torch has imported, up to a third of the time
@@ -306,7 +310,10 @@ def search(
     space = space or Space(task.graph, pins=task.pins)
     loads = loads_of(task, space)
     rivals = baselines(space, loads, task.limit_bytes)
-    fitting = [baseline for baseline in rivals if baseline.feasible and task.pins == NO_PINS]  # rivals have no pins
+    uniform = rivals
+    if any(Recompute.OFFLOADED in space.modes(stage_class, loads[0]) for stage_class in range(len(space.examples))):
+        uniform += baselines(space, loads, task.limit_bytes, offloaded=True)
+    fitting = [baseline for baseline in uniform if baseline.feasible and task.pins == NO_PINS]  # they have no pins
     best = max(fitting, key=lambda baseline: baseline.samples_per_s, default=None)
     tied = best.strategy if best and space.model.spanning else None
     incumbent = PricedPlan(best.load, space, tied, best.options) if best else None
@@ -393,6 +400,11 @@ class _Sweep:
                 continue
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
+            if isinstance(point, _Point) and (cheaper := _cheaper(queue, point, max(close, floor))) is not None:
+                queue.remove(cheaper)
+                heapq.heapify(queue)
+                heapq.heappush(queue, point)
+                point = cheaper
             is_tried = isinstance(point, _Point) and (point.widening is not None or point.owned is not None)
             can_join = isinstance(point, _Point) and not point.is_over and (much or is_tried)
             if isinstance(point, _Size):
@@ -433,6 +445,17 @@ class _Sweep:
                 if plan is not None and plan.samples_per_s > speed:
                     incumbent = plan
         return incumbent, top, lacks_labels
+
+
+def _cheaper(queue: list[_Size | _Point], point: _Point, floor: float) -> _Point | None:
+    """Return the point with the highest bound of those that have taken far fewer labels than one that has taken many:
+    with a plan of theirs, its next ones are fewer, and without they cost little.
+    """
+    if point.is_over or point.made < MANY_MADE:
+        return None
+    others = (one for one in queue if isinstance(one, _Point) and one.widening is not None and not one.is_over)
+    fewer = (one for one in others if one.bound > floor and one.made < point.made / 2)
+    return min(fewer, default=None)
 
 
 def _quick_point(candidates: CandidateSet, limit_bytes: int, relaxed: bool, near: float = 0.0) -> _Point | None:

@@ -2,7 +2,7 @@
 
 Strategies are the common ones (`StrategySpec.baseline`: DDP, ZeRO-2, FSDP, HSDP with each group size).  For one
 micro-batch b, one strategy s of the blocks, one strategy o of what is outside them, and two kinds k of recomputation
-(nothing and selective, selective and everything, nothing and everything), with the first n blocks taking the second,
+(nothing and selective, selective and everything, ...), with the first n blocks taking the one that holds less,
 T the step time and M the peak, of which T grows with n and M falls,
 
     n(b, s, o, k) = min {n : M(b, s, o, k, n) <= limit}        found by bisection

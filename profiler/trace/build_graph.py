@@ -29,8 +29,8 @@ from profiler.model_graph import (
 )
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
-from profiler.trace.activation_ledger import CallRecord, Ending, Tally
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
+from profiler.trace.call_records import CallRecord, Ending, Tally
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains

@@ -3,7 +3,7 @@
 It is seen in two passes.  Where blocks are kept, no other block saves it, is handed it or keeps it, recomputed
 selectively, as what its last matrix product returned.  And in a forward in which blocks save nothing
 (`Recompute.OFFLOADED`), it is gone when the next call begins: neither the code around blocks holds it, in a list or for
-a later sum, nor does what autograd saves there.
+a later sum, nor does what autograd saves there, nor another argument of the block.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def lone_input(args: Sequence[Any], kwargs: Mapping[str, Any], live: Mapping[int
     tensor: Tensor = args[name] if isinstance(name, int) else kwargs[name]
     storage = live.get(tensor.untyped_storage()._cdata)
     return LoneInput(storage) if storage is not None and storage.bytes == tensor.nbytes else None
+
+
+def without_offloaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return a block's arguments but for that which is offloaded: recomputation holds on to these."""
+    name = offloaded_argument(args, kwargs)
+    others = [one for place, one in enumerate(args) if place != name]
+    return others, {key: one for key, one in kwargs.items() if key != name}
 
 
 def note_products(handed: Iterable[LiveStorage], returned: Iterable[LiveStorage], made: Iterable[LiveStorage]) -> None:

@@ -16,7 +16,7 @@ from profiler.computed_attributes import ComputedAttribute, values_of
 from profiler.errors import OsdpError
 from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
-from profiler.trace.activation_ledger import CallRecord, Execution
+from profiler.trace.call_records import CallRecord, Execution
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice

@@ -16,24 +16,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
 from profiler.selective_recomputation import KeptOutputs, is_kept
-from profiler.trace.activation_ledger import Execution, Ledger, needs_gradient
+from profiler.trace.activation_ledger import Ledger, needs_gradient
 from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.call_records import Execution
 from profiler.trace.changed_buffers import BufferSite, WithBuffers, buffer_states
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group
-from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError, dense_layout
+from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError
 from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
-from profiler.trace.lone_input import lone_input, note_products, saving_nothing
+from profiler.trace.lone_input import lone_input, note_products, saving_nothing, without_offloaded
 from profiler.trace.op_cost import Cost, Op, cost, describe
+from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument, tensors_in
 from profiler.trace.ops_that_import import OpRunner
 from profiler.trace.same_dtypes import check_dtypes
 from profiler.trace.shapes import META, Layouts, make, predict
@@ -143,7 +145,7 @@ class Meter(UncompiledMode):
                 self._running[operator] += 1
                 if not ledger.in_backward:
                     with torch._C.DisableTorchFunction():
-                        needed = needs_gradient(_handed(args, kwargs))
+                        needed = needs_gradient(handed_tensors(args, kwargs))
                     (ledger.late.discard if needed else ledger.late.add)(operator)
                     self._entered = (operator, next_number())  # the next op starts a call of it
             try:
@@ -164,7 +166,7 @@ class Meter(UncompiledMode):
         """Run a block's forward, or a stand-in."""
         # Modes for functions are not for the meter's own questions of tensors.
         with torch._C.DisableTorchFunction():
-            execution = self.ledger.enter_block(path, _handed(args, kwargs))
+            execution = self.ledger.enter_block(path, handed_tensors(args, kwargs))
             execution.lone = lone_input(args, kwargs, self.ledger.live)
         run = functools.partial(_WAYS.get(self._recompute, Meter._checkpointed), self, inner, execution)
         if path in self._repeated:
@@ -174,7 +176,10 @@ class Meter(UncompiledMode):
         with torch._C.DisableTorchFunction():
             args, kwargs = execution.handover.hand(args, kwargs, bounded)
             if (replayed := self._stand_ins.executions.get(self.ledger.block)) is not None:
-                return self._stand_in(execution, replayed)
+                out = self._stand_in(execution, replayed)
+                if self._recompute is Recompute.OFFLOADED:
+                    self.ledger.end_block(without_offloaded(args, kwargs))
+                return out
         out = run(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
@@ -215,11 +220,10 @@ class Meter(UncompiledMode):
             held = tuple(own for own, other in pairs if replayed.first in other.savers)
             made = [place for place, one in enumerate(like.made) if replayed.first in one.savers]
         kept = {storage.key: storage for storage in held}
-        tensors = [one for one in _tensors(execution.handover.leaves) if kept.pop(one.untyped_storage()._cdata, None)]
+        tensors = [one for one in tensors_in(execution.handover.leaves) if kept.pop(one.untyped_storage()._cdata, None)]
         last = functools.partial(ledger.executions.__getitem__, replayed.last)
         out = StandIn(like.handover, last, tensors, made, self._make_unknown).run(execution.handover)
-        note_products(execution.inputs, ledger.storages_of(_tensors(out)), like.made)
-        self.ledger.end_block()
+        note_products(execution.inputs, ledger.storages_of(tensors_in(out)), like.made)
         return out
 
     def _make_unknown(self, layout: Layout) -> Tensor:
@@ -242,7 +246,7 @@ class Meter(UncompiledMode):
         """Run a block's forward that no backward will follow."""
         with saving_nothing():
             output = inner(*args, **kwargs)
-        self.ledger.end_block()
+        self.ledger.end_block(without_offloaded(args, kwargs))
         return output
 
     def _watching_buffers(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +327,7 @@ class Meter(UncompiledMode):
             return before
         out = self._measure(func, op, args, kwargs)
         if not again:
-            self.ledger.keep(_outputs(out), kept=True)
+            self.ledger.keep(output_tensors(out), kept=True)
             kept.add(func, out)
         return out
 
@@ -331,10 +335,10 @@ class Meter(UncompiledMode):
         description: list[Any] = [op]
         tensors: list[Tensor] = []
         for arg in args:
-            _read(arg, description, tensors)
+            read_argument(arg, description, tensors)
         for name, arg in kwargs.items():
             description.append(name)
-            _read(arg, description, tensors)
+            read_argument(arg, description, tensors)
         foreign = self._place(tensors)
         if op.writes:
             self.written.note(func, args, kwargs)
@@ -364,7 +368,7 @@ class Meter(UncompiledMode):
         if op.keeps_storage:
             out = with_kept_storage(func, args, out)
         self._data.follow(func, op.data, args, kwargs, tensors, out)
-        outputs = _outputs(out)
+        outputs = output_tensors(out)
         fresh = self.ledger.produce(outputs)
         if (
             fresh
@@ -376,7 +380,7 @@ class Meter(UncompiledMode):
             self.ledger.keep(outputs, kept=False)
         if known is None:
             if layouts is None and self._synthesize and fresh and not op.in_place:
-                layouts = _layouts(out)
+                layouts = output_layouts(out)
             known = self._memo[key] = Known(cost(op, tensors, outputs, args, kwargs, out), layouts)
         if fresh or op.writes:
             self._spend(known.cost)
@@ -390,11 +394,11 @@ class Meter(UncompiledMode):
             indices = self._data.selected(args[1])
             if indices is None:
                 return NotImplemented
-            self.ledger.produce(_outputs(indices))
+            self.ledger.produce(output_tensors(indices))
             return self._measure(func, op, (args[0], indices), kwargs)
         out = self._data.answer(func, args, kwargs, tensors)
         if out is not NotImplemented:
-            outputs = [tensor for tensor in _outputs(out) if not has_data(tensor)]
+            outputs = [tensor for tensor in output_tensors(out) if not has_data(tensor)]
             self.ledger.produce(outputs)
             self._spend(cost(op, tensors, outputs, args, kwargs, out))
         return out
@@ -466,49 +470,5 @@ class Meter(UncompiledMode):
         self.ledger.arrive(number)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 _WAYS = {Recompute.NOTHING: Meter._watching_buffers, Recompute.OFFLOADED: Meter._saving_nothing}
 """How blocks run in passes in which they do not run again."""
-
-
-def _handed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors in arguments, of which nearly all modules take nothing else."""
-    values = [*args, *kwargs.values()]
-    return values if all(isinstance(value, Tensor) for value in values) else _tensors(values)
-
-
-def _read(value: Any, description: list[Any], tensors: list[Tensor]) -> None:
-    """Add an argument to an op's description, and its tensors to those that the op reads."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        description += (value.shape, value.stride(), value.dtype)
-    elif isinstance(value, (list, tuple)):
-        description.append(len(value))
-        for item in value:
-            _read(item, description, tensors)
-    else:
-        description += (value.__class__, value)  # the class, because 1 == 1.0 == True
-
-
-def _outputs(out: Any) -> list[Tensor]:
-    """Return the tensors among an op's outputs."""
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, (list, tuple)):
-        return [tensor for item in out for tensor in _outputs(item)]
-    return []
-
-
-def _layouts(out: Any) -> Layouts | None:
-    """Return how to make outputs like `out` again, or None where they are not plain tensors."""
-    if isinstance(out, Tensor):
-        return dense_layout(out)
-    if not isinstance(out, tuple):
-        return None
-    layouts = [None if item is None else _layouts(item) for item in out]
-    if any(layout is None and item is not None for layout, item in zip(layouts, out, strict=True)):
-        return None
-    return [layout if isinstance(layout, Layout) else None for layout in layouts]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.trace.activation_ledger import CallRecord, Ending, Execution, Tally
+from profiler.trace.call_records import CallRecord, Ending, Execution, Tally
 from profiler.trace.handover import Replayed, StandIns, UnlikeError
 from profiler.trace.likeness import python_state, structures
 from profiler.trace.live_storage import Charge

@@ -88,6 +88,8 @@ class _Checkpointed:
         offloaded = self.offloading.offload(self.name, args, kwargs)
         if offloaded is not None:
             forward, (args, kwargs) = offloaded.into(forward), offloaded.without(args, kwargs)
+        if self.sharded.device.type != "cpu":
+            forward, args = _with_device(forward, args, self.sharded.device)
         # Stopped early, the last unit's forward would not reach the hook that ends it.
         with set_checkpoint_early_stop(self.is_unit):
             output = checkpoint(
@@ -134,6 +136,13 @@ class _Checkpointed:
 def _same(site: ParameterSite, old: Tensor) -> bool:
     module, name = site
     return torch.equal(module.get_buffer(name), old)
+
+
+def _with_device(forward: Forward, args: tuple[Any, ...], device: torch.device) -> tuple[Forward, tuple[Any, ...]]:
+    """Return a forward and its arguments with a tensor first: `checkpoint` keeps the states of the generators of random
+    numbers of the devices of positional arguments only, and a block may be handed everything by name.
+    """
+    return lambda _, *others, **kwargs: forward(*others, **kwargs), (torch.empty(0, device=device), *args)
 
 
 class _Again(AbstractContextManager[None]):

@@ -12,6 +12,7 @@ made at once.
 Why not `torch.autograd.graph.save_on_cpu`: it copies on the stream that computes, and knows of no next block.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,6 +48,8 @@ class CopyStreams:
         with stream:
             target.copy_(source, non_blocking=True)
             copied = stream.record_event()
+        if not leaves:  # if nothing waits for it, as after an error, its memory must not be another's before
+            target.record_stream(stream)
         return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)
 
 
@@ -64,8 +67,8 @@ class OffloadedInput:
         self._left = streams.copy(self._host, tensor.detach(), leaves=True)
 
     def without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments without it: in its place is one without elements, which tells the device."""
-        return self._with(torch.empty(0, device=self._device), args, kwargs)
+        """Return arguments with None in its place."""
+        return self._with(None, args, kwargs)
 
     def into(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward that takes those: the first time with the input as it came, then with a copy of the host's
@@ -100,13 +103,14 @@ class OffloadedInput:
         assert self._tensor is not None
         assert self._returned is not None
         self._returned()
+        tensor, self._tensor, self._returned = self._tensor, None, None  # it lives as long as what runs again needs it
         below = None if self._below is None else self._below()
         if below is not None and below._host.nbytes <= self._host.nbytes:
             below._fetch()
-        return self._tensor.detach().requires_grad_()
+        return tensor.requires_grad_()
 
     def _with(
-        self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, tensor: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self._place, int):
             return (*args[: self._place], tensor, *args[self._place + 1 :]), kwargs
@@ -118,13 +122,18 @@ class Offloading:
 
     def __init__(self, device: torch.device, below: Mapping[str, str | None]) -> None:
         """`below` gives, for each block, the one whose input comes back while its own backward runs."""
-        self._streams, self._below = CopyStreams(device), below
+        self._below = below
+        self._streams = CopyStreams(device if below else torch.device("cpu"))
         self._last = weakref.WeakValueDictionary[str, OffloadedInput]()
 
     def offload(self, block: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OffloadedInput | None:
-        """Begin to copy a block's input to the host; None if it is not to be, or if none needs a gradient."""
-        place = offloaded_argument(args, kwargs) if block in self._below else None
+        """Begin to copy a block's input to the host; None if it is not to be, or, with a warning, needs no gradient."""
+        if block not in self._below:
+            return None
+        place = offloaded_argument(args, kwargs)
         if place is None:
+            what = f"block {block} is handed no tensor that needs a gradient: its input, planned to be offloaded, stays"
+            warnings.warn(what, stacklevel=2)
             return None
         tensor = args[place] if isinstance(place, int) else kwargs[place]
         below = self._last.get(self._below[block] or "")

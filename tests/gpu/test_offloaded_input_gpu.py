@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runtime.strategies import offloaded_input
+from runtime.strategies.activation_checkpointing import _with_device
 from runtime.strategies.offloaded_input import CopyStreams, Offloading
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU (torch.cuda.is_available() is False)")
@@ -30,24 +31,25 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(torch.relu(self.up(x))), 0.1)
 
 
-def step(blocks: nn.ModuleList, offloading: Offloading) -> tuple[list[Tensor], int]:
+def step(blocks: nn.ModuleList, offloading: Offloading, *, by_name: bool = False) -> tuple[list[Tensor], int]:
     """Return the gradients of one step, and the most that torch allocated beside what was there."""
     torch.manual_seed(1)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True) * 1.0
     for index, block in enumerate(blocks):
-        args: tuple[Any, ...] = (x,)
-        kwargs: dict[str, Any] = {}
+        args: tuple[Any, ...] = () if by_name else (x,)
+        kwargs: dict[str, Any] = {"x": x} if by_name else {}
         forward: Callable[..., Any] = block
         offloaded = offloading.offload(str(index), args, kwargs)
         if offloaded is not None:
             forward, (args, kwargs) = offloaded.into(forward), offloaded.without(args, kwargs)
+        forward, args = _with_device(forward, args, torch.device("cuda", 0))
         x = checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if offloaded is not None:
             offloaded.let_go(str(index))
     x.square().mean().backward()
-    del x, args
+    del x, args, kwargs
     gradients = [one.grad for one in blocks.parameters() if one.grad is not None]
     blocks.zero_grad()
     torch.cuda.synchronize()
@@ -73,7 +75,7 @@ def test_gradients_are_those_of_inputs_that_stay(delayed: str, monkeypatch: pyte
     monkeypatch.setattr(offloaded_input.CopyStreams, "copy", late)
     offloading = Offloading(torch.device("cuda", 0), BELOW)
     for _ in range(3):  # memory of the host and of the device is used again
-        gone, gone_bytes = step(blocks, offloading)
+        gone, gone_bytes = step(blocks, offloading, by_name=delayed == "nothing")
         assert all(torch.equal(one, other) for one, other in zip(stayed, gone, strict=True))
         one_input = 4 * ROWS * WIDTH
         assert stayed_bytes - gone_bytes >= (BLOCKS - 3) * one_input

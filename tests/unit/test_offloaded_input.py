@@ -32,6 +32,7 @@ from profiler.model_graph import Affine, ModelGraph, Recompute
 from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
 from runtime.strategies import offloaded_input
+from runtime.strategies.activation_checkpointing import _with_device
 from runtime.strategies.offloaded_input import Offloading
 
 GIB = 1 << 30
@@ -62,6 +63,35 @@ def test_what_a_copy_is_not_hidden_under_is_waited_for(link: float, nvlink: bool
     hidden = [sum(getattr(one, name) for one in computed.segments) for name in ("forward_s", "backward_s")]
     waits_s = sum(max(0.0, copy_s - seconds) if nvlink else copy_s for seconds in hidden)
     assert step_s[1] - step_s[0] == pytest.approx(waits_s, rel=1e-6, abs=1e-9)
+
+
+def test_a_block_waits_for_its_input_where_none_above_has_room_for_it() -> None:
+    graph, batch, link = transformer(2, 512, offloadable=True), 4, 2e9
+    alone = replace(
+        graph, blocks=(graph.blocks[0], replace(graph.blocks[1], offloadable_bytes=Affine(), block_class=1))
+    )
+    load, waits_s = Workload(machine(link=link), "adam", "fp32", batch), list[tuple[float, float]]()
+    for one in (graph, alone):
+        space = Space(one)
+        at = next(index for index, stage in enumerate(space.model.stages) if stage.block == 0)
+        waits_s.append(
+            space.stage_costs(space.stage_classes[at], load).copy_waits_s(Recompute.OFFLOADED, is_whole=True)
+        )
+    copy_s = 4 * 1024 * 512 * batch / link
+    assert waits_s[0][1] < waits_s[1][1] == pytest.approx(copy_s)
+    assert waits_s[0][0] == waits_s[1][0]
+
+
+def test_distributed_data_parallel_waits_too() -> None:
+    graph, batch, step_s = transformer(2, 256, offloadable=True), 4, list[float]()
+    for link in (1e15, 0.1e9):
+        space, load = Space(graph), Workload(machine(2, link=link), "adam", "fp32", batch)
+        modes = [Recompute.OFFLOADED if stage.block == 0 else Recompute.NOTHING for stage in space.model.stages]
+        step_s.append(step_time(space.replica(load).options(modes), load).total_s)
+        at = space.stage_classes[next(k for k, stage in enumerate(space.model.stages) if stage.block == 0)]
+        waits_s = space.stage_costs(at, load).copy_waits_s(Recompute.OFFLOADED, is_whole=True)
+    assert sum(waits_s) > 0
+    assert step_s[1] - step_s[0] == pytest.approx(sum(waits_s), rel=1e-6)
 
 
 # --- search ---
@@ -131,6 +161,26 @@ def test_many_alike_blocks_are_not_recomputed_without_where_copies_are_hidden() 
         assert taken == {Recompute.EVERYTHING}
 
 
+def test_parameters_on_the_host_go_with_whole_recomputation() -> None:
+    graph, on = transformer(5, 256, selective=0.4, offloadable=True), machine()
+    space, load = Space(graph), Workload(on, "adam", "fp32", 2)
+    at = next(index for index, stage in enumerate(space.model.stages) if stage.block == 1)
+    choices = space.choices(space.stage_classes[at], load)
+    by_place = {
+        on_host: {one.recompute for one in choices if any(s.offload for s in one.strategies) == on_host}
+        for on_host in (False, True)
+    }
+    assert by_place[True] == {Recompute.NOTHING, Recompute.SELECTIVE, Recompute.EVERYTHING}
+    assert by_place[False] == {Recompute.NOTHING, Recompute.SELECTIVE, Recompute.OFFLOADED}
+    assert len(set(choices)) == len(choices)
+
+
+def test_where_nothing_can_be_offloaded_all_is_recomputed() -> None:
+    graph = transformer(2, 256)
+    stage = next(stage for stage in Space(graph).model.stages if stage.block == 0)
+    assert stage.allowed(Recompute.OFFLOADED) is Recompute.EVERYTHING
+
+
 def test_it_is_offered_where_nothing_else_takes_the_link() -> None:
     graph = transformer(2, 512, offloadable=True)
     stage = next(one for one in Space(graph).model.stages if one.block is not None)
@@ -146,7 +196,7 @@ def test_a_tight_plan_of_the_zoo_offloads_and_says_so() -> None:
     planned = plan_graph(graph, on, Request(6 * GIB))
     plan = planned.plan
     assert len(plan.offloaded_blocks) > 24
-    assert f"with the input of {len(plan.offloaded_blocks)} offloaded" in verdict(planned)
+    assert f"the inputs of {len(plan.offloaded_blocks)} in host memory" in verdict(planned)
     blocks = tuple(replace(block, offloadable_bytes=Affine()) for block in graph.blocks)
     without = plan_graph(replace(graph, blocks=blocks), on, Request(6 * GIB))
     assert plan.predicted.samples_per_s > 1.1 * without.plan.predicted.samples_per_s
@@ -229,8 +279,8 @@ def test_gradients_are_those_of_inputs_that_stay(by_name: bool, monkeypatch: pyt
         x.grad = None
         layers.zero_grad()
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-    assert moves == ["out"] * 4 + ["back"] * 4
-    # Of the topmost its own, and in every backward that of the next below; at last all are there.
+    assert moves == ["out"] * 4 + ["back"] * 8
+    # Of the topmost its own, and in every backward that of the next below.
     assert there[8:12] == [(3, 2), (2, 3), (1, 4), (0, 4)]
 
 
@@ -253,7 +303,8 @@ def test_a_block_that_changes_its_input_is_refused() -> None:
 
 def test_what_needs_no_gradient_is_not_copied() -> None:
     offloading = Offloading(torch.device("cpu"), {"0": None})
-    assert offloading.offload("0", (torch.randn(3, 6), 2), {"flag": True}) is None
+    with pytest.warns(UserWarning, match="block 0 is handed no tensor that needs a gradient"):
+        assert offloading.offload("0", (torch.randn(3, 6), 2), {"flag": True}) is None
     assert offloading.offload("1", (torch.randn(3, 6, requires_grad=True),), {}) is None
 
 
@@ -288,11 +339,21 @@ def test_copies_wait_for_computing_and_computing_for_copies(monkeypatch: pytest.
     names = iter(["out", "back"])
     monkeypatch.setattr(torch, "Stream", lambda _: FakeStream(next(names)))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: FakeStream("computing"))
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: log.append(f"memory is {stream.name}'s too"))
     offloading = Offloading(torch.device("cuda"), {"0": None})
     layers, x = nn.ModuleList([Layer()]), torch.randn(3, 6, requires_grad=True) * 1
     loss = run(layers, x, offloading).sum()
     out = ["out waits for computing", "out begins", "out records", "out ends", "computing waits for event of out"]
     assert log == out
     loss.backward()
-    back = ["back waits for computing", "back begins", "back records", "back ends", "computing waits for event of back"]
-    assert log == [*out, *back]
+    back = ["back waits for computing", "back begins", "back records", "back ends", "memory is back's too"]
+    assert log == [*out, *back, "computing waits for event of back"]
+
+
+def test_generators_of_the_device_are_kept_of_blocks_that_are_handed_all_by_name() -> None:
+    """`checkpoint` asks positional arguments for their devices."""
+    forward, args = _with_device(lambda a, b=0: (a, b), (), torch.device("meta"))
+    assert [one.device.type for one in args] == ["meta"]
+    assert forward(*args, a=1, b=2) == (1, 2)
+    forward, args = _with_device(lambda a, b=0: (a, b), (3,), torch.device("meta"))
+    assert forward(*args, b=4) == (3, 4)

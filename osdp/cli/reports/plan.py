@@ -224,7 +224,9 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     within = " with these pins" if plan.asked.pins else ""
     within += " with this headroom" if planned.tighter is not None else ""
     offloads = any(Recompute.OFFLOADED in stage.offered(planned.cluster) for stage in found.space.model.stages)
-    again = "selective, whole or offloaded recomputation" if offloads else "selective or whole recomputation"
+    again = "selective or whole recomputation"
+    if offloads:
+        again = "selective, whole or (four alike blocks and more: only) offloaded recomputation"
     lines = [
         f"Certified gap {plan.gap:.2%}: no plan of the search space has more than {bound} samples/s in this cost "
         f"model{within}. The search space has, for each block and each operator "

@@ -15,7 +15,7 @@ RECOMPUTED = {
     Recompute.NOTHING: "no",
     Recompute.SELECTIVE: "selective",
     Recompute.EVERYTHING: "yes",
-    Recompute.OFFLOADED: "offload",
+    Recompute.OFFLOADED: "yes, input on host",
 }
 """What tables say."""
 

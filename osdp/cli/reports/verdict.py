@@ -54,7 +54,7 @@ def _recomputation(plan: Plan, blocks: int) -> Iterator[str]:
         how = " selectively" if selective else ""
         yield f"{'all' if blocks in (whole, selective) else whole or selective} of the {blocks} recomputed{how}"
     if offloaded:
-        yield f"with the input of {'all' if offloaded == blocks else offloaded} offloaded"
+        yield f"the inputs of {'all' if offloaded == blocks else offloaded} in host memory"
 
 
 def _names(choices: Collection[str], cluster: Cluster) -> str:
