@@ -194,8 +194,11 @@ class Replica:
         self._options = cache(self._make_options)
 
     def computing_s(self, number: int, again: Recompute) -> float:
-        """Return the seconds of a stage's forward and backward in one micro-batch, waiting for the host included."""
-        return sum(segment.forward_s + segment.backward_s for segment in self.segments(self.costs[number], again))
+        """Return the seconds of a stage's forward and backward in one micro-batch, waiting for the host included, and
+        for copies of what is offloaded.
+        """
+        found = self.segments(self.costs[number], again)
+        return sum(s.forward_s + s.backward_s + s.forward_stall_s + s.backward_stall_s for s in found)
 
     def options(self, recompute: Sequence[Recompute]) -> tuple[StageCandidate, ...]:
         """Return the options, one per stage, given what of each is recomputed."""

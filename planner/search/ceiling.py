@@ -64,15 +64,15 @@ class Ceiling:
 def computing_s(
     costs: StageCosts, recompute: Recompute, forward_unit_launch_s: float = 0.0, backward_unit_launch_s: float = 0.0
 ) -> float:
-    """Return seconds that no option's computing is below, waiting for the host included: a sum over segments of the
-    longer of two is at least the longer of their sums.
+    """Return seconds that no option's computing is below, waiting for the host included, and for copies of what is
+    offloaded: a sum over segments of the longer of two is at least the longer of their sums.
     """
     more_s = costs.launch_again_s(recompute)
     forward_launch_s = sum(costs.forward_launch_s) + forward_unit_launch_s + more_s[0]
     backward_launch_s = sum(costs.backward_launch_s) + backward_unit_launch_s + more_s[1]
     computing_s = sum(costs.forward_s), sum(costs.backward_s) + costs.again_s(recompute, True)
     forward_s, backward_s, _ = launched(*computing_s, forward_launch_s, backward_launch_s)
-    return float(forward_s + backward_s)
+    return float(forward_s + backward_s) + sum(costs.copy_waits_s(recompute, is_whole=False))
 
 
 @dataclass(frozen=True)

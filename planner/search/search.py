@@ -220,6 +220,11 @@ class _Point:
         return self.bound if self.above is None else min(self.bound, self.above.least)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other point of its micro-batch differs in the strategies of spanning operators."""
+        return not self.relaxed and self.above is None
+
+    @property
     def exceeds_on_owner(self) -> bool:
         """Whether its best plans fit on the mean rank alone, and more could be known of the others."""
         return self.owned is None and self.widening is not None and self.widening.exceeds_on_owner
@@ -400,7 +405,7 @@ class _Sweep:
                 continue
             if spent or point.bound <= max(close, floor):
                 return incumbent, max(top, point.bound), lacks_labels or (spent and self.labels > 0)
-            if isinstance(point, _Point) and (cheaper := _cheaper(queue, point, max(close, floor))) is not None:
+            if isinstance(point, _Point) and (cheaper := _cheaper(queue, point, max(close, floor))):
                 queue.remove(cheaper)
                 heapq.heapify(queue)
                 heapq.heappush(queue, point)
@@ -449,12 +454,13 @@ class _Sweep:
 
 def _cheaper(queue: list[_Size | _Point], point: _Point, floor: float) -> _Point | None:
     """Return the point with the highest bound of those that have taken far fewer labels than one that has taken many:
-    with a plan of theirs, its next ones are fewer, and without they cost little.
+    with a plan of theirs, its next ones are fewer, and without they cost little.  Points that differ in the strategies
+    of spanning operators do not take turns: there are too many, which what is known of all together bounds.
     """
-    if point.is_over or point.made < MANY_MADE:
+    if point.is_over or not point.is_alone or point.made < MANY_MADE:
         return None
-    others = (one for one in queue if isinstance(one, _Point) and one.widening is not None and not one.is_over)
-    fewer = (one for one in others if one.bound > floor and one.made < point.made / 2)
+    others = (one for one in queue if isinstance(one, _Point) and one.is_alone and not one.is_over)
+    fewer = (one for one in others if one.widening and one.bound > floor and one.made < point.made / 2)
     return min(fewer, default=None)
 
 

@@ -26,7 +26,7 @@ from planner.analysis.explain import OpenPlan, open_plan
 from planner.strategies.registry import known_strategies
 from profiler.byte_sizes import MIB
 from profiler.cluster.cluster import Cluster
-from profiler.model_graph import ModelGraph
+from profiler.model_graph import ModelGraph, Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.metered_pass import find_loss
 from profiler.trace.trace import trace_model
@@ -49,6 +49,12 @@ DRY_RUNS = 6
 """At once, beside a GPU."""
 BEGIN_WITHIN_S = 150.0
 """On a GPU no case begins later, unless all are asked for."""
+AGAIN = {
+    Recompute.NOTHING: "",
+    Recompute.EVERYTHING: " recomputed",
+    Recompute.OFFLOADED: " recomputed, inputs on the host",
+}
+"""What runs again of all blocks."""
 OFFLOAD = "+offload"
 """In the names of strategies that come last, as they take longest."""
 
@@ -60,12 +66,11 @@ class Case:
     grid: tuple[int, int]
     """Nodes, and ranks of each."""
     strategy: str
-    recomputes: bool
+    recompute: Recompute
     precision: str
 
     def __str__(self) -> str:
-        again = " recomputed" if self.recomputes else ""
-        return f"{self.grid[0]} x {self.grid[1]} {self.strategy} {self.precision}{again}"
+        return f"{self.grid[0]} x {self.grid[1]} {self.strategy} {self.precision}{AGAIN[self.recompute]}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Held:
 def cases(is_long: bool) -> list[Case]:
     """Return all cases, or a sample in which each strategy of the registry is once: they take turns with the rest."""
     strategies = {grid: [str(one) for one in known_strategies(cluster_of(grid))] for grid in GRIDS}
-    settings = [*product(GRIDS, (False, True), ("fp32", "bf16"))]
+    settings = [*product(GRIDS, AGAIN, ("fp32", "bf16"))]
     if is_long:
         return [Case(grid, one, *rest) for grid, *rest in settings for one in strategies[grid]]
     turns, sample = cycle(settings), []
@@ -123,8 +128,11 @@ def opened(case: Case, source: ModelSource) -> OpenPlan:
     """Return a case's plan under the least limit that the planner would give it."""
     graph, machine = graph_of(source, case.precision), cluster_of(case.grid)
     choices = {operator.name: case.strategy for operator in graph.operators}
-    blocks = [block.name for block in graph.blocks] if case.recomputes else []
-    plan = plan_of(graph, machine, choices, blocks, micro_batch=MICRO_BATCH)
+    blocks = [block.name for block in graph.blocks]
+    whole, offloaded = (
+        blocks if case.recompute is kind else [] for kind in (Recompute.EVERYTHING, Recompute.OFFLOADED)
+    )
+    plan = plan_of(graph, machine, choices, whole, (), offloaded, micro_batch=MICRO_BATCH)
     peak_bytes = open_plan(plan, graph, machine).prediction.peak_memory_bytes
     return open_plan(replace(plan, limit_bytes=default_headroom(machine).over(peak_bytes)), graph, machine)
 

@@ -25,6 +25,7 @@ from planner.options.candidates import StageDecision
 from planner.options.search_space import Space
 from planner.pricing import decisions_of, fixed, make_plan
 from planner.problem import Pins, Task
+from planner.search.ceiling import computing_s
 from planner.search.search import search
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
@@ -92,6 +93,13 @@ def test_distributed_data_parallel_waits_too() -> None:
         waits_s = space.stage_costs(at, load).copy_waits_s(Recompute.OFFLOADED, is_whole=True)
     assert sum(waits_s) > 0
     assert step_s[1] - step_s[0] == pytest.approx(sum(waits_s), rel=1e-6)
+    # Its bound, and that of any plan, know of the wait too.
+    kinds = Recompute.OFFLOADED, Recompute.EVERYTHING
+    number = next(k for k, stage in enumerate(space.model.stages) if stage.block == 0)
+    least = [space.replica(load).computing_s(number, kind) for kind in kinds]
+    assert least[0] - least[1] == pytest.approx(sum(waits_s), rel=1e-6)
+    least = [computing_s(space.stage_costs(at, load), kind) for kind in kinds]
+    assert 0 < least[0] - least[1] <= sum(waits_s) * (1 + 1e-9)
 
 
 # --- search ---

@@ -24,10 +24,11 @@ from validation.within_a_limit import found_in  # noqa: E402
 from planner.strategies.registry import known_strategies  # noqa: E402
 from planner.strategies.spec import SPECS  # noqa: E402
 from profiler.byte_sizes import MIB  # noqa: E402
+from profiler.model_graph import Recompute  # noqa: E402
 
 DRY = Place("cpu", False, Path("unused"))
 HELD = memory.Held(1000, 1000, 1500, 1500, 0, 2000, 0)
-CASE = memory.Case((1, 8), "shard", recomputes=False, precision="fp32")
+CASE = memory.Case((1, 8), "shard", Recompute.NOTHING, "fp32")
 PULLED = {
     "is_right": True,
     "shard_bytes": 1 << 28,
@@ -73,7 +74,7 @@ def test_cases_have_every_strategy_of_the_registry(is_long: bool) -> None:
     assert {case.strategy for case in cases} == known
     assert {case.strategy.partition(":")[0].partition("+")[0] for case in cases} == set(SPECS)
     assert {case.grid for case in cases} == set(memory.GRIDS)
-    assert len({(case.recomputes, case.precision) for case in cases}) == 4
+    assert len({(case.recompute, case.precision) for case in cases}) == 6
     assert len(cases) == len(set(cases))
     if not is_long:
         assert len(cases) == len(known)
