@@ -74,7 +74,7 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
             if not blocks:
                 what = f"--pin {pin}: the model has no such block, and only blocks can be recomputed or kept"
                 raise unknown_name(pin.pattern, (block.name for block in graph.blocks), what)
-            _check_recompute(pin, graph, blocks)
+            _check_recompute(pin, graph, blocks, cluster)
             recompute.append((pin, frozenset(blocks), RECOMPUTE[pin.choice]))
             continue
         slices = _slices(pin, cluster)
@@ -90,7 +90,10 @@ def resolve(given: Sequence[Pin], graph: ModelGraph, cluster: Cluster) -> Pins:
     return pins
 
 
-def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int]) -> None:
+def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int], cluster: Cluster) -> None:
+    if RECOMPUTE[pin.choice] is Recompute.OFFLOADED and cluster.host is None:
+        what, got = f"--pin {pin}: copies to the host cannot be priced", f"{cluster.name} without figures of the host"
+        raise OsdpError(what, got=got, expected="`host` in the cluster's file", advice=f"--pin {pin.pattern}=recompute")
     for index in blocks:
         calls = [call for call in graph.calls if call.block == index]
         if graph.trains and any(call.memory(RECOMPUTE[pin.choice]) is None for call in calls):

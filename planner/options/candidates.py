@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.stage_costs import StageCosts
+from planner.cost.stragglers import NO_WAITS
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import check_split
 from planner.model.stages import JOIN_NUMEL, Stage
@@ -54,8 +55,8 @@ MANY_BLOCKS = 4
 offloaded, all hold less, and one is at most an input worse.  With both kinds, searches near the smallest limits took
 twice as many labels, and ended with gaps of 8 %."""
 FEWEST_AND_MOST = (1, 4096)
-"""Samples of a micro-batch between which the share of a forward that a copy takes only grows or only falls: both are
-affine in them."""
+"""Samples of a micro-batch between which the share of a forward that a copy takes only grows or only falls, as both are
+affine in them where times are not measured."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def modes_of(
 ) -> tuple[Recompute, ...]:
     """Return what a search offers to run again of a stage, of which there are so many `alike`."""
     found = stage.offered(load.cluster)
-    if Recompute.OFFLOADED in found and alike >= MANY_BLOCKS:
-        sizes = (costs_of(replace(load, micro_batch=size)) for size in FEWEST_AND_MOST)
+    if Recompute.OFFLOADED in found and alike >= MANY_BLOCKS and load.cluster.measured is None:
+        sizes = (costs_of(replace(load, micro_batch=size, waits=NO_WAITS)) for size in FEWEST_AND_MOST)
         if not any(any(costs.copy_waits_s(Recompute.OFFLOADED, is_whole=True)) for costs in sizes):
             return tuple(mode for mode in found if mode is not Recompute.EVERYTHING)
     return found

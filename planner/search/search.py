@@ -221,7 +221,7 @@ class _Point:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other point of its micro-batch differs in the strategies of spanning operators."""
+        """Whether it is not one of several of its micro-batch, by strategies of spanning operators or by owners."""
         return not self.relaxed and self.above is None
 
     @property

@@ -50,6 +50,12 @@ def lone_input(args: Sequence[Any], kwargs: Mapping[str, Any], live: Mapping[int
     return LoneInput(storage) if storage is not None and storage.bytes == tensor.nbytes else None
 
 
+def version_of_offloaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return how often the argument that would be offloaded was changed in place."""
+    name = offloaded_argument(args, kwargs)
+    return None if name is None else (args[name] if isinstance(name, int) else kwargs[name])._version
+
+
 def without_offloaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return a block's arguments but for that which is offloaded: recomputation holds on to these."""
     name = offloaded_argument(args, kwargs)

@@ -33,7 +33,7 @@ from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError
 from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
-from profiler.trace.lone_input import lone_input, note_products, saving_nothing, without_offloaded
+from profiler.trace.lone_input import lone_input, note_products, saving_nothing, version_of_offloaded, without_offloaded
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument, tensors_in
 from profiler.trace.ops_that_import import OpRunner
@@ -244,8 +244,11 @@ class Meter(UncompiledMode):
 
     def _saving_nothing(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward that no backward will follow."""
+        version = version_of_offloaded(args, kwargs)
         with saving_nothing():
             output = inner(*args, **kwargs)
+        if version_of_offloaded(args, kwargs) != version:  # changed in place, it is not what the block was handed
+            execution.lone = None
         self.ledger.end_block(without_offloaded(args, kwargs))
         return output
 

@@ -121,8 +121,7 @@ def _let_go(runner: _Runner, size: int, kept: Pass) -> Sequence[bool]:
     if not any(execution.lone and execution.lone.lone_bytes for execution in kept.executions):
         return ()
     with suppress(ModelError):
-        found = runner.run_forward(size, kept)
-        return [execution.lone is not None and execution.lone.is_let_go for execution in found.executions]
+        return runner.let_go(size, kept)
     return ()
 
 
@@ -225,11 +224,15 @@ class _Runner:
             self._replay = None
         return self._run(size, kept, how=how, bounded=bounded)
 
-    def run_forward(self, size: int, kept: Pass) -> Pass:
-        """Run a forward in which blocks save nothing, of which only executions are of use.  Raises OsdpError."""
+    def let_go(self, size: int, kept: Pass) -> list[bool]:
+        """Run a forward in which blocks save nothing; return of which executions nothing else holds what would be
+        offloaded.  Raises OsdpError.
+        """
         how, replay = Recompute.OFFLOADED, self._replay
-        short = None if replay is None else self._run_short(replay, lambda found: found, size, kept, how)
-        return short or self._run(size, kept, how=how)
+        if replay is not None and (short := self._run_short(replay, lambda found: found, size, kept, how)):
+            return replay.let_go(short)
+        executions = self._run(size, kept, how=how).executions
+        return [execution.lone is not None and execution.lone.is_let_go for execution in executions]
 
     def _run_short(
         self,

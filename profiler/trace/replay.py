@@ -92,6 +92,17 @@ class Replay:
                 raise UnlikeError
         return replace(short, calls=found, executions=executions)
 
+    def let_go(self, short: Pass) -> list[bool]:
+        """Return of which executions nothing else holds what would be offloaded, in a pass with stand-ins: these have
+        no code that could, so it is as of the second and the last of a class.
+        """
+        found = [execution.lone is not None and execution.lone.is_let_go for execution in short.executions]
+        for members in self.classes:
+            ran = found[members[MOST_RUN - 2]] and found[members[-1]]
+            for one in members[MOST_RUN - 1 : -1]:
+                found[one] = found[one] and ran
+        return found
+
     def confirm(self, short: Pass) -> Pass:
         """Return the whole pass, with the records of a class shared, if all that was measured is as in it.
 

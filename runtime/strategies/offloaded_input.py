@@ -15,6 +15,7 @@ Why not `torch.autograd.graph.save_on_cpu`: it copies on the stream that compute
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,8 +49,6 @@ class CopyStreams:
         with stream:
             target.copy_(source, non_blocking=True)
             copied = stream.record_event()
-        if not leaves:  # if nothing waits for it, as after an error, its memory must not be another's before
-            target.record_stream(stream)
         return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)
 
 
@@ -65,6 +64,12 @@ class OffloadedInput:
         self._returned: Callable[[], None] | None = None
         self._host = empty_on_host(tensor)
         self._left = streams.copy(self._host, tensor.detach(), leaves=True)
+
+    def __del__(self) -> None:
+        """Let what computes wait for a copy that nothing waited for, as after an error: it may get that memory next."""
+        with suppress(Exception):  # the interpreter may be about to end
+            if self._returned is not None:
+                self._returned()
 
     def without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with None in its place."""

@@ -32,9 +32,9 @@ class Block(nn.Module):
 
 
 def step(blocks: nn.ModuleList, offloading: Offloading, *, by_name: bool = False) -> tuple[list[Tensor], int]:
-    """Return the gradients of one step, and the most that torch allocated beside what was there."""
+    """Return the gradients of one step, and the most that was in use beside what was there, or waits for a stream."""
     torch.manual_seed(1)
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True) * 1.0
     for index, block in enumerate(blocks):
@@ -53,7 +53,7 @@ def step(blocks: nn.ModuleList, offloading: Offloading, *, by_name: bool = False
     gradients = [one.grad for one in blocks.parameters() if one.grad is not None]
     blocks.zero_grad()
     torch.cuda.synchronize()
-    return gradients, torch.cuda.max_memory_allocated() - before
+    return gradients, torch.cuda.memory_stats()["active_bytes.all.peak"] - before
 
 
 @pytest.mark.parametrize("delayed", ["nothing", "copies", "computing"])

@@ -33,6 +33,7 @@ HABITS = (
     "adds a branch",
     "passes it twice",
     "passes a view too",
+    "keeps it in blocks",
 )
 LONE_KINDS = {"residual", "norm last"}
 """What they return nothing of theirs holds: selective recomputation keeps a product, autograd what an activation
@@ -45,9 +46,12 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.seen: list[Tensor] | None = None
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, branch: Tensor | None = None) -> Tensor:
+        if self.seen is not None:
+            self.seen.append(x)
         match self.kind:
             case "residual":
                 y = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -75,7 +79,7 @@ class Model(nn.Module):
         """(batch, tokens, WIDTH) -> a loss."""
         x = torch.sin(self.first(x)) + 1
         first = x if self.habit == "adds the first" else None
-        branch, hidden = x * 2, list[Tensor]()
+        branch, hidden, seen = x * 2, list[Tensor](), list[Tensor]()
         mask = torch.ones_like(x[:1, :, :1])
         for block in self.blocks:
             match self.habit:
@@ -94,6 +98,10 @@ class Model(nn.Module):
                     x = block(x, branch=x)
                 case "passes a view too":
                     x = block(x, None, x[:, :1])
+                case "keeps it in blocks":
+                    block.seen = seen  # type: ignore[assignment]
+                    x = block(x)
+                    block.seen = None  # type: ignore[assignment]
                 case _:
                     x = block(x)
         if first is not None:
@@ -181,10 +189,36 @@ def test_what_the_block_below_holds_is_not_offloaded(kind: str) -> None:
         ("adds a branch", [True] * 4),
         ("passes it twice", [False] * 4),
         ("passes a view too", [False] * 4),
+        ("keeps it in blocks", [False] * 4),
     ],
 )
 def test_what_the_code_around_blocks_holds_is_not_offloaded(habit: str, expected: list[bool]) -> None:
     assert offloadable("residual", habit) == expected
+
+
+class InPlace(Block):
+    """Changes what it is handed."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x.relu_())
+
+
+def test_what_a_block_changes_is_not_offloaded() -> None:
+    def changing() -> nn.Module:
+        model = Model("residual", "rebinds", 6, 8)
+        model.blocks = nn.ModuleList(InPlace("residual") for _ in range(6))
+        return model
+
+    assert [block.offloadable_bytes(2) for block in trace_model(source(changing, (16, WIDTH))).blocks] == [0] * 6
+
+
+def test_of_many_alike_blocks_too_what_they_hold_themselves_is_seen() -> None:
+    """Most of eight are not run but for the first pass, and have no code that could hold it."""
+    for habit in ("keeps it in blocks", "keeps a list", "passes it twice"):
+        model = source(lambda habit=habit: Model("residual", habit, 8, 8), (16, WIDTH))
+        assert [block.offloadable_bytes(1) for block in trace_model(model).blocks] == [0] * 8
+    model = source(lambda: Model("residual", "rebinds", 8, 8), (16, WIDTH))
+    assert all(block.offloadable_bytes(1) for block in trace_model(model).blocks)
 
 
 def test_inputs_that_need_no_gradient_stay() -> None:
@@ -223,7 +257,9 @@ def test_activations_do_not_grow_with_the_blocks(strategy: str) -> None:
 
 def test_only_what_is_there_can_be_offloaded() -> None:
     graph = trace_model(source(lambda: Model("residual", "adds the first", 3, 8), (16, WIDTH)))
-    machine = cluster(1, 4)
+    machine = cluster(1, 4, host=(1e9, 1e9))
+    with pytest.raises(OsdpError, match="cannot be priced"):
+        resolve([parse_pin("blocks.1=recompute+offload")], graph, cluster(1, 4))
     pins = resolve([parse_pin("blocks.1=recompute+offload")], graph, machine)
     assert pins.recompute == {1: Recompute.OFFLOADED}
     with pytest.raises(OsdpError, match=r"nothing to offload of block blocks\.0"):

@@ -223,15 +223,16 @@ def _footer(planned: Planned, around: Circumstances) -> str:
     bound = format_count(found.bound_samples_per_s)
     within = " with these pins" if plan.asked.pins else ""
     within += " with this headroom" if planned.tighter is not None else ""
-    offloads = any(Recompute.OFFLOADED in stage.offered(planned.cluster) for stage in found.space.model.stages)
-    again = "selective or whole recomputation"
-    if offloads:
-        again = "selective, whole or (four alike blocks and more: only) offloaded recomputation"
+    kinds = [found.space.modes(stage_class, found.load) for stage_class in range(len(found.space.examples))]
+    offloads = [modes for modes in kinds if Recompute.OFFLOADED in modes]
+    again = "selective, whole or offloaded recomputation" if offloads else "selective or whole recomputation"
+    instead = any(Recompute.EVERYTHING not in modes for modes in offloads)
+    hidden = " (offloaded, not whole, where many are alike and copies are hidden)" if instead else ""
     lines = [
         f"Certified gap {plan.gap:.2%}: no plan of the search space has more than {bound} samples/s in this cost "
         f"model{within}. The search space has, for each block and each operator "
         f"outside blocks, {_offer(planned)}; one strategy for all tied operators; no, {again} "
-        f"of each block; "
+        f"of each block{hidden}; "
         f"and {found.points} combinations of micro-batch size and accumulation. Plans outside it may be faster.",
         f"{trace_time(planned)}, the search {planned.search_s:.2f} s, the command {around.total_s:.2f} s.",
     ]
