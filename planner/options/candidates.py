@@ -52,8 +52,8 @@ for a plan that is 0.15 % faster."""
 
 MANY_BLOCKS = 4
 """Of so many alike blocks, none has to be recomputed with its input on the device where all copies are hidden:
-offloaded, all hold less, and one is at most an input worse.  With both kinds, searches near the smallest limits took
-twice as many labels, and ended with gaps of 8 %."""
+offloaded, all hold less, and one is at most an input worse.  With both kinds, a search near the smallest limit used up
+its labels and ended with a gap of 8 % (llama-7b, bf16, a100-80g-8, 16 GiB)."""
 FEWEST_AND_MOST = (1, 4096)
 """Samples of a micro-batch between which the share of a forward that a copy takes only grows or only falls, as both are
 affine in them where times are not measured."""
