@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -118,6 +118,8 @@ class PassOptions:
     """What earlier steps have left, which is live until the model lets go of it."""
     computed: Sequence[ComputedAttribute] = ()
     """Attributes that hooks compute, which hold as much from step to step."""
+    reads: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """In which the forward runs, also where it runs again."""
 
 
 def run_pass(
@@ -139,6 +141,7 @@ def run_pass(
         repeated=options.repeated,
         bounded=options.bounded,
         changed=options.changed,
+        reads=options.reads,
     )
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
@@ -166,7 +169,7 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
     goes_back = trains(module) and options.recompute is not Recompute.OFFLOADED
     with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
-        with torch.enable_grad(), hooks if saves_all else nullcontext():
+        with torch.enable_grad(), hooks if saves_all else nullcontext(), options.reads:
             output = module(*inputs[0], **inputs[1])
             meter.written.end_forward()
             loss, summed = find_loss(output) if goes_back else (None, False)

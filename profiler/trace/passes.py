@@ -11,7 +11,7 @@ from torch import nn
 
 from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
-from profiler.mixed_precision import inputs_cast
+from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
@@ -24,6 +24,7 @@ from profiler.trace.metered_pass import NoGradientError, Pass, PassOptions, run_
 from profiler.trace.op_meter import Memo
 from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
+from profiler.trace.resting_reads import reads_as_on_ranks
 from profiler.trace.trace_errors import ModelError, explained_inputs
 
 
@@ -55,13 +56,15 @@ def run_sizes(
     module: nn.Module,
     source: ModelSource,
     groups: Sequence[Group],
+    dtypes: Mapping[str, RestingDtype],
     device: DatalessDevice,
     sizes: Sequence[int],
     computed: Sequence[ComputedAttribute] = (),
 ) -> Runs:
-    """Run a pass per micro-batch, of a module with attributes that hooks have `computed`."""
+    """Run a pass per micro-batch, of a module with parameters of these `dtypes` and attributes that hooks have
+    `computed`."""
     first, *others = sizes
-    runner = _Runner(module, source, groups, device, computed)
+    runner = _Runner(module, source, groups, dtypes, device, computed)
     passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
@@ -144,10 +147,14 @@ class _Runner:
         module: nn.Module,
         source: ModelSource,
         groups: Sequence[Group],
+        dtypes: Mapping[str, RestingDtype],
         device: DatalessDevice,
         computed: Sequence[ComputedAttribute],
     ) -> None:
         self.groups = groups
+        self._dtypes = dtypes
+        self._readers = dict[int, set[str]]()
+        """By operator whose parameters' dtype modules of its block read: their paths."""
         self._computed = computed
         self.blocks = find_blocks(module)
         self.finer = 1
@@ -179,6 +186,8 @@ class _Runner:
             self.finer = self._device.data.finer
             found = trial = self._run(size)
         read_outside = {one: by for one, by in trial.read_outside.items() if not self._reads_in_hooks(one)}
+        for operator, readers in self._readers.items():
+            read_outside[operator] = read_outside.get(operator, set()) | readers
         merged = merge_read_outside(self.groups, read_outside, trial.ran)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
@@ -302,6 +311,7 @@ class _Runner:
             changed=self._changed,
             left=self._left,
             computed=self._computed,
+            reads=reads_as_on_ranks(module, self.groups, self.blocks, self._dtypes, device.data, self._readers),
         )
         device.data.begin_forward(self._draws.at)
         with python_draws(self._draws) as drawn:

@@ -119,7 +119,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         until_traced.enter_context(parameters_stay(source.name, module))
         with unregistered_reads(module) as read, mode, outputs_aliased(module), inputs_cast(module, precision):
-            run = run_sizes(module, source, found, device, sizes, computed)
+            run = run_sizes(module, source, found, rested, device, sizes, computed)
             kept = tuple(buffer_of(name, tensor) for name, tensor in values_of(computed))
     passes = run.passes, run.recomputed, run.selective, run.apart, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)

@@ -138,9 +138,12 @@ def test_parameters_that_every_rank_holds_whole_keep_their_dtype() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.0))
+            self.layer.register_forward_pre_hook(self.check)
+
+        def check(self, layer: nn.Module, args: object) -> None:
+            assert (layer.weight.dtype, self.scale.dtype) == (torch.bfloat16, torch.float32)
 
         def forward(self, x: Tensor) -> Tensor:
-            assert (self.layer.weight.dtype, self.scale.dtype) == (torch.bfloat16, torch.float32)
             return self.scale * self.layer(x).sum()
 
     graph = trace_model(source(Scaled, (8,)), "bf16")
