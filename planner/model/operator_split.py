@@ -4,11 +4,11 @@
 
 Each slice becomes an operator, and each call of the operator k calls one after another, so that
 stages, memory and time are worked out as for any other model.  With x, y and w_i bytes of input,
-output and one slice's weight, a slice holds at most (read off `runtime.strategies.split_linear`, nothing measured)
+output and one slice's weight, beside what others hold (read off `runtime.strategies.split_linear`, nothing measured):
 
-    forward     x + y for the first, x + 3 y for each other: the sum so far, its product, the new sum
+    forward     what the layer holds for the first, 2 y more for each other: the sum so far, its product, the new sum
     backward    2 x + y + w_i: input, gradients of input slices and of y (then the gradients of the
-                slices are put together, for 2 x + w_i: the input has gone)
+                slices are put together, for 2 x + w_i: the input has gone, unless an earlier call keeps it)
 
 and the last slice also what the whole call holds, for what follows the layer is in its call.
 x and y are bounded by the call's products: all its FLOPs are taken for the layer's own, which is
@@ -18,6 +18,7 @@ putting together are read and written once.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -82,33 +83,18 @@ def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Itera
         last = index == count - 1
         parameters = split_parameters(operator.parameters, index, count)
         gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable))
-        added = y.times(0 if index == 0 else 2)
-        held = {
-            "start": x + y.times(1 if index else 0),
-            "module": x + y + y.times(1 if index else 0),
-            "forward": x + y + added,
-            "handed": x + y,
-            "backward": x.times(2) + y + gradients,
-            "backward start": x.times(2) + y,
-        }
         share = (stop - start) / features
-        memory: dict[str, Any] = _memory(whole, held, added, index, last=last, runs_back=runs_back)
-        again = whole.recomputed
-        if again is not None:
-            # Beside the layer there is what the block has made so far, which it does not keep.
-            before = _beyond(again.forward_start_bytes, whole.forward_start_bytes)
-            after = _beyond(again.backward_end_bytes, whole.backward_end_bytes)
-            beside = {name: one + (after if "backward" in name else before) for name, one in held.items()}
-            again = CallMemory(**_memory(again, beside, added, index, last=last, runs_back=runs_back))
+        slice_of = partial(_memory, x=x, y=y, gradients=gradients, index=index, last=last, runs_back=runs_back)
+        memory, again = slice_of(whole), whole.recomputed
+        handed_on = x + y if runs_back else memory["forward_peak_bytes"]  # input and sum so far
         yield replace(
             whole,
             **memory,
-            recomputed=again,
+            recomputed=None if again is None else CallMemory(**slice_of(again)),
             selective=None,  # its products would be kept beside their sum: not offered (`check_selective`)
             forward=_part(whole.forward, share, last, y.times(3) if index else NOTHING),
             backward=_part(whole.backward, share, last, x.times(2) if runs_back and not index else NOTHING),
-            # Handed on: input and sum so far.
-            output_bytes=whole.output_bytes if last else held["handed"] if runs_back else memory["forward_peak_bytes"],
+            output_bytes=whole.output_bytes if last else handed_on,
         )
 
 
@@ -126,30 +112,34 @@ def _beyond(one: Affine, other: Affine) -> Affine:
 
 
 def _memory(
-    whole: CallMemory, held: Mapping[str, Affine], added: Affine, index: int, *, last: bool, runs_back: bool
-) -> dict[str, Affine]:
-    """Return the fields of a slice's activations; `added` are the sum so far and the new one."""
-    forward, module_forward = held["forward"], held["module"]
-    if not runs_back:  # nothing is kept for it, so what else is live is in the peaks alone
-        forward = module_forward = whole.forward_peak_bytes + added
+    whole: CallMemory, *, x: Affine, y: Affine, gradients: Affine, index: int, last: bool, runs_back: bool
+) -> dict[str, Any]:
+    """Return the fields of a slice's activations, given those of the whole call, which count what else is live."""
+    so_far = y.times(1 if index else 0)
+    module_forward = (whole.module_forward_peak_bytes if runs_back else whole.forward_peak_bytes) + so_far
+    forward = module_forward + so_far  # the sum so far, its product, the new sum
+    backward_start = whole.module_backward_start_bytes + x
+    own_input = x + _beyond(x, whole.saved_bytes).times(-1)
+    together = backward_start + x + (own_input + y).times(-1)
+    backward = backward_start.at_least(together) + gradients
     return {
         # Until the last slice what is kept is the input, which `forward` and `backward` have.
         "saved_bytes": whole.saved_bytes if last else NOTHING,
-        "forward_start_bytes": whole.forward_start_bytes if index == 0 else held["start"],
+        "forward_start_bytes": whole.forward_start_bytes + so_far,
         "forward_peak_bytes": whole.forward_peak_bytes.at_least(forward) if last else forward,
         # The sum is made when the slice itself has ended.
         "module_forward_peak_bytes": module_forward,
         "rest_forward_peak_bytes": whole.rest_forward_peak_bytes if last else NOTHING,
         "tail_forward_peak_bytes": whole.tail_forward_peak_bytes.at_least(forward) if last else forward,
-        "backward_peak_bytes": whole.backward_peak_bytes.at_least(held["backward"]) if last else held["backward"],
-        "module_backward_peak_bytes": held["backward"],
+        "backward_peak_bytes": whole.backward_peak_bytes.at_least(backward) if last else backward,
+        "module_backward_peak_bytes": backward,
         "rest_backward_peak_bytes": whole.rest_backward_peak_bytes if last else NOTHING,
         "tail_backward_peak_bytes": whole.tail_backward_peak_bytes if last else NOTHING,
         # Handed on: input, and in backward the gradient of the sum and those of the slices after.
-        "backward_start_bytes": whole.backward_start_bytes if last else held["backward start"],
-        "rest_backward_start_bytes": whole.rest_backward_start_bytes if last else held["backward start"],
-        "module_backward_start_bytes": whole.module_backward_start_bytes if last else held["backward start"],
-        "backward_end_bytes": whole.backward_end_bytes if index == 0 else held["backward start"],
+        "backward_start_bytes": whole.backward_start_bytes if last else backward_start,
+        "rest_backward_start_bytes": whole.rest_backward_start_bytes if last else backward_start,
+        "module_backward_start_bytes": whole.module_backward_start_bytes if last else backward_start,
+        "backward_end_bytes": whole.backward_end_bytes if index == 0 else backward_start,
     }
 
 
