@@ -87,6 +87,8 @@ def apply_schedule(
     )
     _wrap(sharded, context)
     cast_inputs(model, schedule.precision)
+    for split in schedule.splits:  # it owns no parameters itself: else each slice would cast its part
+        cast_inputs(model.get_submodule(split.module), schedule.precision)
     kept = set(map(id, model.parameters()))
     replace_references(model, names)
     sharded.replaced = [reference for reference in originals if id(reference()) not in kept]

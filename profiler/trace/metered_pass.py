@@ -119,7 +119,7 @@ class PassOptions:
     computed: Sequence[ComputedAttribute] = ()
     """Attributes that hooks compute, which hold as much from step to step."""
     reads: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    """In which the forward runs, also where it runs again."""
+    """In which a step runs."""
 
 
 def run_pass(
@@ -141,7 +141,6 @@ def run_pass(
         repeated=options.repeated,
         bounded=options.bounded,
         changed=options.changed,
-        reads=options.reads,
     )
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
@@ -167,9 +166,9 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
     """
     ledger, saves_all = meter.ledger, options.recompute < Recompute.EVERYTHING
     goes_back = trains(module) and options.recompute is not Recompute.OFFLOADED
-    with device.running(), without_compiler(), meter, replaced_forwards(module, meter.watched):
+    with device.running(), options.reads, without_compiler(), meter, replaced_forwards(module, meter.watched):
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
-        with torch.enable_grad(), hooks if saves_all else nullcontext(), options.reads:
+        with torch.enable_grad(), hooks if saves_all else nullcontext():
             output = module(*inputs[0], **inputs[1])
             meter.written.end_forward()
             loss, summed = find_loss(output) if goes_back else (None, False)
@@ -179,10 +178,19 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
             if not options.recompute and not options.bounded:  # the others are run for what these say
                 note_shared(loss)
             ledger.turn(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            _run_backward(loss)
         meter.finish()
         ledger.finish(options.charges, [tensor for _, tensor in values_of(options.computed)])
     return summed
+
+
+def _run_backward(loss: Tensor) -> None:
+    """Run a backward with the modes for functions that a forward has, as blocks and checkpoints run again in it.
+
+    `loss.backward()` and `torch.autograd.backward` turn them off; the engine is private (torch 2.11, 2.13).
+    """
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _where(error: Exception, meter: Meter, options: PassOptions) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,7 +79,6 @@ class Meter(UncompiledMode):
         repeated: Container[str] = (),
         bounded: Sequence[Execution] = (),
         changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
-        reads: AbstractContextManager[Any] | None = None,
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
@@ -87,7 +86,7 @@ class Meter(UncompiledMode):
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
         The blocks in `repeated` run several times, so that they are no units and have no boundary.  No block has one if
         their executions have been seen `bounded`.  A recomputed block holds copies of the buffers that it
-        has `changed`; it runs again in `reads`.
+        has `changed`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -109,7 +108,7 @@ class Meter(UncompiledMode):
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
         self._stand_ins, self._repeated, self._bounded = stand_ins, repeated, bounded
-        self._module, self._known_changes, self._reads = module, changed, reads or nullcontext()
+        self._module, self._known_changes = module, changed
         self.changed: dict[str, tuple[BufferSite, ...]] = {}
         """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
         self.written = WrittenParameters(module, named)
@@ -279,7 +278,7 @@ class Meter(UncompiledMode):
     def _running_again(self, execution: Execution, kept: KeptOutputs | None) -> Iterator[None]:
         """Be in the backward of the first node that needs what the block did not keep."""
         self._follow_backward()
-        with self.ledger.running_again(execution), self._keeping(kept), self._reads:
+        with self.ledger.running_again(execution), self._keeping(kept):
             yield
         if kept is not None:
             kept.end()

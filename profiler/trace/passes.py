@@ -154,7 +154,7 @@ class _Runner:
         self.groups = groups
         self._dtypes = dtypes
         self._readers = dict[int, set[str]]()
-        """By operator whose parameters' dtype modules of its block read: their paths."""
+        """By operator: modules of its block that read the dtype of its parameters, by path."""
         self._computed = computed
         self.blocks = find_blocks(module)
         self.finer = 1

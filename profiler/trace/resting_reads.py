@@ -2,13 +2,19 @@
 
 Under mixed precision a rank has a parameter in the dtype that it computes in while it is gathered, and else in that
 which it rests in.  So `x.to(self.proj.weight.dtype)` in the model's own forward makes a copy in fp32, and `self.dtype`,
-as models of transformers have it, is fp32.  Inside of a block it would depend on the plan which layers are gathered:
-there a module that asks for the dtype of another's parameter reads it, so that both become one operator
-(`profiler.trace.find_operators.merge_read_outside`), and finds it gathered.
+as models of transformers have it, is fp32.
+
+    while the owner is called, hooks too     the dtype that it computes in
+    elsewhere in its block                   the same: such a read counts as one of the parameter, which merges both
+                                             into one operator (`profiler.trace.find_operators.merge_read_outside`)
+    a parameter of several modules           the same: it stays gathered from the first to the last
+    elsewhere                                the dtype that it rests in; where it is gathered all the same, as after its
+                                             forward under `shard_grad`, what is cast so takes less than that
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -34,10 +39,10 @@ class _Resting:
     dtype: torch.dtype
     """That it rests in."""
     operator: int
-    modules: tuple[str, ...]
-    """Paths of the modules that own it."""
+    owner: str
+    """Path of the module that owns it."""
     block: str | None
-    """Path of the block that has all of them inside."""
+    """Path of the block that has that inside."""
 
 
 def reads_as_on_ranks(
@@ -48,21 +53,24 @@ def reads_as_on_ranks(
     data: DataDependent,
     readers: dict[int, set[str]],
 ) -> AbstractContextManager[Any]:
-    """Return a context in which a forward reads dtypes of parameters as on a rank.
+    """Return a context in which a step reads dtypes of parameters as on a rank.
 
     `groups` are the operators, `blocks` paths, `dtypes` those of parameters by name; `data` says which module runs.
-    `readers` is where modules are noted, by operator, that read of a parameter of their block what depends on the plan.
+    `readers` gets paths of modules, by operator, that read a parameter of their block outside of its owner.
     """
     casts = {name: one.rest for name, one in dtypes.items() if one.rest != one.compute}
     if not casts:
         return nullcontext()
-    named, rests, owners = dict(module.named_parameters()), dict[int, _Resting](), dict[int, str]()
+    named, rests, owners = dict(module.named_parameters()), dict[int, _Resting](), dict[str, nn.Module]()
     for operator, group in enumerate(groups):
-        owners |= {id(module.get_submodule(path)): path for path in group.modules}
-        block = next((one for one in blocks if all(_is_inside(path, one) for path in group.modules)), None)
+        owner, *others = group.modules
+        if others:
+            continue
+        block = next((one for one in blocks if _is_inside(owner, one)), None)
         for name in group.parameters:
             if name in casts:
-                rests[id(named[name])] = _Resting(casts[name], operator, group.modules, block)
+                owners[owner] = module.get_submodule(owner)
+                rests[id(named[name])] = _Resting(casts[name], operator, owner, block)
     return _RestingReads(rests, owners, data, readers)
 
 
@@ -72,36 +80,36 @@ class _RestingReads(TorchFunctionMode):
     def __init__(
         self,
         rests: Mapping[int, _Resting],
-        owners: Mapping[int, str],
+        owners: Mapping[str, nn.Module],
         data: DataDependent,
         readers: dict[int, set[str]],
     ) -> None:
-        """`rests` are by `id` of the parameter, `owners` paths of modules by theirs; the others as in
-        `reads_as_on_ranks`."""
+        """`rests` are by `id` of the parameter, `owners` by path; the others as in `reads_as_on_ranks`."""
         super().__init__()
         self._rests, self._owners, self._data, self._readers = rests, owners, data, readers
-        self._called: str | None = None
-        """Path of the operator's module whose hooks run before its forward: they, too, find it gathered."""
+        self._called: Counter[str] = Counter()
+        """Calls of owners that are not over, by path."""
         self._handles = list[RemovableHandle]()
 
     def __enter__(self) -> _RestingReads:
-        self._handles += [
-            register_module_forward_pre_hook(self._note_call),
-            register_module_forward_hook(lambda module, args, output: self._forget_call()),
-        ]
+        # The first and the last hooks of a call: those between find the parameter gathered, too.
+        for path, module in self._owners.items():
+
+            def begin(module: nn.Module, args: Any, path: str = path) -> None:
+                self._called[path] += 1
+
+            def end(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                self._called[path] -= 1
+
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            self._handles.append(module.register_forward_hook(end, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for _ in range(2):
+        while self._handles:
             self._handles.pop().remove()
-
-    def _note_call(self, module: nn.Module, args: Any) -> None:
-        self._called = self._owners.get(id(module))
-
-    def _forget_call(self) -> None:
-        self._called = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -109,16 +117,18 @@ class _RestingReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DTYPE and (dtype := self._resting(args[0])) is not None:
             return dtype
-        if func in (Tensor.to, Tensor.type_as) and len(args) > 1 and (dtype := self._resting(args[1])) is not None:
-            return args[0].to(dtype, *args[2:], **kwargs)
+        if func in (Tensor.to, Tensor.type_as):
+            other = args[1] if len(args) > 1 else kwargs.get("other")
+            if (dtype := self._resting(other)) is not None:
+                return args[0].to(dtype, *args[2:], **{name: one for name, one in kwargs.items() if name != "other"})
         return func(*args, **kwargs)
 
     def _resting(self, tensor: Any) -> torch.dtype | None:
         """Return the dtype that a parameter rests in; None if it is none, or is gathered."""
         found = self._rests.get(id(tensor))
-        reader = self._data.module
-        if found is None or any(path == self._called or _is_inside(reader, path) for path in found.modules):
+        if found is None or self._called[found.owner]:
             return None
+        reader = self._data.module
         if found.block is not None and _is_inside(reader, found.block):
             self._readers.setdefault(found.operator, set()).add(reader)
             return None

@@ -10,6 +10,7 @@ from rehearsals import compare, plan_of
 from synthetic import cluster
 from thoroughness import THOROUGH
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
@@ -25,6 +26,9 @@ HABITS = (
     "asks a layer of the block",
     "asks its own",
     "asks its own in a hook",
+    "asks its own in a later hook",
+    "asks a layer that is tied",
+    "asks where it checkpoints",
     "asks nobody",
 )
 STRATEGIES = ("shard", "replicate", "shard_grad", "owner")
@@ -55,6 +59,11 @@ class Model(nn.Module):
         self.first = (Layer if habit == "asks its own" else nn.Linear)(4 * WIDTH, WIDTH)
         if habit == "asks its own in a hook":
             self.first.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
+        if habit == "asks its own in a later hook":
+            self.first.register_forward_hook(lambda module, args, output: (output.float() * 2).to(module.weight.dtype))
+        if habit == "asks a layer that is tied":
+            self.last = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+            self.last.weight = self.first.weight
         self.first.requires_grad_(habit != "asks a frozen layer")
         self.blocks = nn.ModuleList(Block(habit) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 5)
@@ -71,12 +80,23 @@ class Model(nn.Module):
                 return x.type_as(self.first.weight)
         return x
 
+    def step(self, block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = block(x.to(self.first.weight.dtype) * 2)
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
         """(batch, LENGTH, 4 * WIDTH) -> a loss."""
         cast = self.cast(x)
         y = self.first(cast)
+        if self.habit == "asks a layer that is tied":  # which is gathered from its first call to its last
+            y = (y.float() * 2).to(self.first.weight.dtype)
         for block in self.blocks:
-            y = block(y)
+            if self.habit == "asks where it checkpoints":
+                y = checkpoint(self.step, block, y, use_reentrant=False)
+            else:
+                y = block(y)
+        if self.habit == "asks a layer that is tied":
+            y = y + self.last(cast)
         return self.head(y).logsumexp(-1).mean()
 
 
@@ -98,7 +118,7 @@ def test_ranks_hold_what_is_predicted(habit: str) -> None:
         mixed, uniform = draw.sample(STRATEGIES, 2), draw.choice(STRATEGIES[:3])
         for names in (mixed, [uniform]):
             choices = {one.name: names[place % len(names)] for place, one in enumerate(graph.operators)}
-            again = [block.name for block in graph.blocks if draw.random() < 0.4]
+            again = [block.name for block in graph.blocks if draw.random() < 0.4 and "checkpoints" not in habit]
             plan = plan_of(graph, machine, choices, again, micro_batch=draw.choice([4, 8]), optimizer="sgd")
             held = compare(plan, source, graph, machine)
             predicted, tracked = sum(held.predicted.values()), sum(held.tracked.values())

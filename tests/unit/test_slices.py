@@ -21,6 +21,8 @@ def graph() -> ModelGraph:
     linear = replace(
         call(1, None, gflops=FLOPS / 1e9, saved_mb=6, peak_mb=30, output_mb=3),
         forward=Work(Affine(0, FLOPS), Affine(0, 100.0), Affine(0, 10.0)),
+        module_forward_peak_bytes=Affine(0, X + Y),
+        module_backward_start_bytes=Affine(0, X + Y),
     )
     bias = Parameter("linear.bias", (2048,))
     weight = operator("linear", (2048, 1024))
