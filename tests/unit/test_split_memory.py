@@ -67,3 +67,30 @@ def test_slices_hold_what_is_predicted(number: int) -> None:
     )
     predicted, tracked = sum(held.predicted.values()), sum(held.tracked.values())
     assert 0.99 * tracked <= predicted <= 1.04 * tracked, (holds, choices, again)
+
+
+class Wide(nn.Module):
+    """A layer that is handed more features, in fp32, than it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, LENGTH, 2 * WIDTH) -> a loss."""
+        return self.down(torch.cat([self.up(x).float()] * 16, -1)).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_slices_share_one_cast_of_their_input(count: int) -> None:
+    """Each on its own would have gradients of its part in fp32, which are put together in fp32."""
+
+    def inputs(module: nn.Module, batch: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        return (torch.randn(batch, LENGTH, 2 * WIDTH),), {}
+
+    source = ModelSource("wide", Wide, inputs, LENGTH)
+    graph, machine = trace_model(source, "bf16"), cluster(1, 2)
+    choices = {"up": "shard", "down": f"split({', '.join(['shard'] * count)})"}
+    held = compare(plan_of(graph, machine, choices, micro_batch=8, optimizer="sgd"), source, graph, machine)
+    predicted, tracked = sum(held.predicted.values()), sum(held.tracked.values())
+    assert 0.99 * tracked <= predicted <= 1.01 * tracked
