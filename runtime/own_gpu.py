@@ -11,6 +11,7 @@ from math import nextafter
 import torch
 import torch.distributed as dist
 
+from profiler.byte_sizes import PAGE_EXCESS_BYTES
 from profiler.errors import OsdpError
 from runtime.failures.peer_lost import format_ranks
 from runtime.failures.rank_agreement import Agreement
@@ -28,8 +29,13 @@ def own_gpu() -> torch.device:
 
 
 def keep_within(limit_bytes: int, gpu: torch.device) -> None:
-    """Have PyTorch's allocator reserve no more of a GPU than this."""
+    """Have PyTorch's allocator reserve no more of a GPU than this, which is at least `PAGE_EXCESS_BYTES`.
+
+    So much less is what it is told, as it may reserve so much more (`runtime.observe.caching_allocator`).
+    """
     total_bytes = torch.cuda.get_device_properties(gpu).total_memory
+    if limit_bytes < total_bytes:  # all of it cannot be exceeded
+        limit_bytes -= PAGE_EXCESS_BYTES
     part = limit_bytes / total_bytes
     while int(part * total_bytes) < limit_bytes <= total_bytes:  # the allocator rounds down, and may lose a byte so
         part = nextafter(part, 1.0)

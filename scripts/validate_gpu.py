@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from threading import Event
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT)]  # so that it runs from a clone
@@ -67,11 +68,20 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
         print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)
 
     together = [check for check in chosen if check.times_nothing] if has_room(place) else []
-    for at_once in ([check for check in together if check.is_first == first] for first in (True, False)):
-        with ThreadPoolExecutor(max(1, len(at_once))) as pool:
-            begun = {pool.submit(run_one, check, place, output): check for check in at_once}
-            for ended in as_completed(begun):
-                note(begun[ended], ended.result())
+    is_over = {check.number: Event() for check in together}
+
+    def run_in_turn(check: Check) -> Finding:
+        if check.after in is_over:
+            is_over[check.after].wait()
+        try:
+            return run_one(check, place, output)
+        finally:
+            is_over[check.number].set()
+
+    with ThreadPoolExecutor(max(1, len(together))) as pool:
+        begun = {pool.submit(run_in_turn, check): check for check in together}
+        for ended in as_completed(begun):
+            note(begun[ended], ended.result())
     for check in chosen:
         if check.number not in found:
             note(check, run_one(check, place, output))

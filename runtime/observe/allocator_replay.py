@@ -10,7 +10,7 @@ other, as the second meets what the first has cached, and the last is repeated, 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from profiler.byte_sizes import MIB
+from profiler.byte_sizes import MIB, PAGE_EXCESS_BYTES
 from runtime.observe.allocation_trace import AllocationTrace, Resize
 from runtime.observe.caching_allocator import Block, CachingAllocator, OutOfMemoryError
 
@@ -34,7 +34,7 @@ class Replay:
     failed: str
     """Phase of the request that could not be served within the limit; empty: the steps ran."""
     most_asked_bytes: int
-    """What it would have reserved at most, segments that it was refused included."""
+    """The least limit within which it would give nothing back, by the segments that it asked for."""
 
     @property
     def runs(self) -> bool:
@@ -44,11 +44,12 @@ class Replay:
 def replay(
     trace: AllocationTrace, limit_bytes: int, *, expandable: bool, workspaces_bytes: Sequence[int] = ()
 ) -> Replay:
-    """Return what the allocator does within a limit; `workspaces_bytes` are of libraries, and stay allocated.
+    """Return what the allocator does if kept within a limit (`runtime.own_gpu.keep_within`); `workspaces_bytes` are of
+    libraries, and stay allocated.
 
     They are made as the first step needs them, amid what lives then, or before it where the trace does not say.
     """
-    allocator, retries = CachingAllocator(limit_bytes, expandable=expandable), 0
+    allocator, retries = CachingAllocator(limit_bytes - PAGE_EXCESS_BYTES, expandable=expandable), 0
     blocks: dict[int, Block] = {}
     libraries = [Resize(-1 - number, size_bytes, 0, "start") for number, size_bytes in enumerate(workspaces_bytes)]
     first, *steps = trace.steps
@@ -64,9 +65,8 @@ def replay(
         before = allocator.retries
         failed = _play(allocator, blocks, step)
         retries = allocator.retries - before
-    return Replay(
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, retries, failed, allocator.most_asked_bytes
-    )
+    most_asked_bytes = allocator.most_asked_bytes + PAGE_EXCESS_BYTES
+    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, retries, failed, most_asked_bytes)
 
 
 def limit_without_retries_bytes(
@@ -83,7 +83,7 @@ def limit_without_retries_bytes(
 def least_limit_bytes(
     trace: AllocationTrace, *, expandable: bool, workspaces_bytes: Sequence[int] = (), limits: int = 60
 ) -> int:
-    """Return a limit within which the steps run, from what is reserved without one downwards until one fails.
+    """Return a limit within which the steps run, from the one without retries downwards until one fails.
 
     Limits are evenly spaced, so many down to what is allocated, but at least `STEP_BYTES` apart.
     """
@@ -92,7 +92,8 @@ def least_limit_bytes(
         return replay(trace, limit_bytes, expandable=expandable, workspaces_bytes=workspaces_bytes)
 
     free = within(UNLIMITED_BYTES)
-    step, limit_bytes = max(STEP_BYTES, (free.reserved_bytes - free.allocated_bytes) // limits), free.reserved_bytes
+    limit_bytes = free.most_asked_bytes
+    step = max(STEP_BYTES, (limit_bytes - free.allocated_bytes) // limits)
     while limit_bytes - step >= free.allocated_bytes and within(limit_bytes - step).runs:
         limit_bytes -= step
     return limit_bytes

@@ -26,8 +26,9 @@ or 20 MiB (large).  A request that fits nowhere is placed at the lowest address 
 free there (try_allocate_expandable_block); of equal fits, a block that can be extended counts as large as it could get
 (get_free_block); under pressure all pages without any allocated byte are given back (unmap_block).
 
-The limit binds as `set_per_process_memory_fraction` does, by the size that a segment would have (alloc_block), and
-pages beyond it cannot be had either.  Left out, as no plan uses them: `max_split_size_mb`, rounding to powers of two,
+The limit binds as that of `set_per_process_memory_fraction` does, by the size that a segment would have (alloc_block):
+with pages of 20 MiB up to `PAGE_EXCESS_BYTES` more may be reserved, which `runtime.own_gpu.keep_within` takes off what
+it is given.  Left out, as no plan uses them: `max_split_size_mb`, rounding to powers of two,
 `garbage_collection_threshold`, pools of CUDA graphs, and `record_stream`, which FSDP2 does without.  Of segments only
 the order of addresses matters; here later ones have higher addresses, and the range of an expandable segment has no
 end.
@@ -108,7 +109,7 @@ class CachingAllocator:
 
     def __init__(self, limit_bytes: int, *, expandable: bool = False) -> None:
         self.limit_bytes = limit_bytes
-        """The most that it may have of the device."""
+        """The most that it may have of the device when it asks for a segment."""
         self.expandable = expandable
         self.allocated_bytes = 0
         """Handed out now."""
@@ -172,24 +173,17 @@ class CachingAllocator:
     def _reserve(self, size_bytes: int) -> None:
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        self.most_asked_bytes = max(self.most_asked_bytes, self.reserved_bytes)
 
     # --- expandable segments
 
-    def _extended(self, pool: Pool, size: int) -> Block | None:
+    def _extended(self, pool: Pool, size: int) -> Block:
         block = self._lowest_with_room(pool, size)
         if not block.is_mapped:
-            mapped = self._map(block, min(size, block.size_bytes))
-            if mapped is None:
-                return None
-            block = mapped
+            block = self._map(block, min(size, block.size_bytes))
         while block.size_bytes < size:
             missing = block.after
             assert missing is not None
-            mapped = self._map(missing, min(size - block.size_bytes, missing.size_bytes))
-            if mapped is None:
-                return None
-            block = mapped
+            block = self._map(missing, min(size - block.size_bytes, missing.size_bytes))
         return block
 
     def _lowest_with_room(self, pool: Pool, size: int) -> Block:
@@ -207,12 +201,10 @@ class CachingAllocator:
         pool.add(segment)
         return segment
 
-    def _map(self, block: Block, size: int) -> Block | None:
+    def _map(self, block: Block, size: int) -> Block:
         """Put pages behind the first bytes of an unmapped block; return the free block that they are then part of."""
         pool = block.pool
         size = -(-size // pool.page_bytes) * pool.page_bytes
-        if self.reserved_bytes + size > self.limit_bytes:
-            return None
         pool.remove(block)
         if size < block.size_bytes:
             pool.add(_cut(block, size))

@@ -1,20 +1,22 @@
-"""PyTorch's CUDA allocator under a limit: set up anew for each case, and filled until it refuses."""
+"""PyTorch's CUDA allocator: set up anew for each case, and filled until it refuses; and what closed windows leave."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from osdp.training.allocator_settings import SETTINGS
-from profiler.byte_sizes import GIB, MIB
+from profiler.byte_sizes import GIB, MIB, PAGE_EXCESS_BYTES
 from runtime.observe.caching_allocator import CachingAllocator, OutOfMemoryError
 from runtime.own_gpu import keep_within, own_gpu
 from validation.bounds import judged, outside
 from validation.check import Finding, Place
+from validation.one_sided import left_behind
 
 MOST_UNUSED = 0.02
 """Of a limit, when a request of a small part of it fails."""
@@ -48,11 +50,22 @@ def retries() -> int:
     return int(torch.cuda.memory_stats()["num_alloc_retries"])
 
 
+def check(place: Place) -> Finding:
+    """Fill the allocator, and see what closed windows leave behind."""
+    filled = fill(place)
+    if place.is_dry:
+        return filled
+    left = left_behind(place)
+    told = f"{filled.told}; closed windows leave nothing: {left.told}"
+    passed = filled.passed and left.passed is not False  # without CuPy there are no windows
+    return replace(filled, passed=passed, told=told, figures={**filled.figures, **left.figures})
+
+
 def fill(place: Place) -> Finding:
     """Allocate until it fails, with segments of both kinds: what is reserved then is the limit, or little less."""
     complaints, figures = list[str](), dict[str, Any](limit_bytes=LIMIT_BYTES)
     for name, expandable in (("fixed_segments", False), ("expandable_segments", True)):
-        reserved = modelled = _until_refused(CachingAllocator(LIMIT_BYTES, expandable=expandable))
+        reserved = modelled = _until_refused(CachingAllocator(LIMIT_BYTES - PAGE_EXCESS_BYTES, expandable=expandable))
         if not place.is_dry:
             reserved = _until_gpu_refuses(expandable)
         figures |= {f"{name}_reserved_bytes": reserved, f"{name}_modelled_bytes": modelled}

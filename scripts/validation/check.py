@@ -57,5 +57,5 @@ class Check:
     """The fewest that it needs; dry runs need none."""
     times_nothing: bool = False
     """Whether it may run beside others that do not, on a machine with room for several."""
-    is_first: bool = False
-    """Whether it then runs before the others, as these find what it makes."""
+    after: int | None = None
+    """The check that has to be over before, as this one finds what that makes."""

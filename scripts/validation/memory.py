@@ -47,7 +47,7 @@ MOST_RETRIES = 6
 """Of a step of any plan that fills its limit."""
 DRY_RUNS = 6
 """At once, beside a GPU."""
-BEGIN_WITHIN_S = 150.0
+BEGIN_WITHIN_S = 110.0
 """On a GPU no case begins later, unless all are asked for."""
 AGAIN = {
     Recompute.NOTHING: "",
@@ -110,7 +110,7 @@ def cases(is_long: bool) -> list[Case]:
         preferred, *rest = next(turns)
         grid = next(one for one in (preferred, *GRIDS) if strategy in strategies[one])
         sample.append(Case(grid, strategy, *rest))
-    return sample
+    return sorted(sample, key=lambda case: OFFLOAD in case.strategy)
 
 
 @cache

@@ -67,7 +67,8 @@ def of_eight(place: Place) -> Finding:
         "with the least headroom": plan_model(source, machine, least),
     }
     device = dry_device() if place.is_dry else start_over()
-    measured = of_this_device(machine, model, [one.plan.micro_batch for one in plans.values()], device, place)
+    micro_batches = [one.plan.micro_batch for one in plans.values()]
+    measured = of_this_device(machine, model, "fp32", micro_batches, device, place)
     assert measured.launch is not None
     figures |= {field.name: getattr(measured.launch, field.name).value for field in fields(Launch)}
     is_known = not place.is_dry and any(chip in torch.cuda.get_device_name() for chip in CHIPS)
@@ -98,21 +99,21 @@ def retries_of(step: Step) -> int:
 
 
 def of_this_device(
-    machine: Cluster, model: str, micro_batches: Sequence[int], device: torch.device, place: Place
+    machine: Cluster, model: str, precision: str, micro_batches: Sequence[int], device: torch.device, place: Place
 ) -> Cluster:
-    """Return the cluster with what the model's layers take of this device and host in fp32, and a free network.
+    """Return the cluster with what the model's layers take of this device and host, and a free network.
 
     A fake process group sends nothing; what FSDP2 copies is predicted from the rates of the cluster's file.
     """
     card, shallow = model_card(model), place.scratch / "shallow.yaml"
     shallow.write_text(safe_dump(asdict(replace(card, parameters=None, config={**card.config, "layers": LAYERS}))))
     source = load_model(str(shallow))
-    graph = trace_model(source, "fp32", device.type)
+    graph = trace_model(source, precision, device.type)
     calls = measure_calls(source, graph, device, micro_batches, repetitions=2 if place.is_dry else STEPS).calls
     launches = sum(call.forward.launches + call.backward.launches for call in graph.calls)
     kernel_s = pass_launch_s(graph, calls) / launches
     with fake_world(8, 0):
-        stacks = LaunchedStacks(Meshes(device.type, 1, 8).mesh(8), device, "fp32")
+        stacks = LaunchedStacks(Meshes(device.type, 1, 8).mesh(8), device, precision)
         unit = unit_launch(*map(mean_s, zip(*stacks.rounds(8 * STEPS), strict=True)))
     how = "measured: in this check"
     launch = launch_of(Figure(kernel_s, how), unit, how)

@@ -153,8 +153,9 @@ def test_a_lost_rank_is_named_and_a_next_run_works(how: str, told: str) -> None:
     assert run_ranks(_as_collectives, 2, 2, "cuda", False) == [2 * len(SPECS)] * 2
 
 
-def _left_bytes(rank: int) -> int:
+def _left_bytes(rank: int, expandable: bool) -> int:
     """Return by how many bytes less are free after windows were opened and closed nine times more."""
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
     large = (WindowSpec("large", 16 << 20, torch.float32),)  # 128 MiB on each rank, with its accumulator
     free = []
     for _ in range(10):
@@ -165,9 +166,10 @@ def _left_bytes(rank: int) -> int:
     return free[0] - free[-1]
 
 
-def test_windows_leave_no_memory_behind() -> None:
+@pytest.mark.parametrize("expandable", [False, True])
+def test_windows_leave_no_memory_behind(expandable: bool) -> None:
     """Of three tries in one, as other processes may take memory meanwhile; what leaks does so in each."""
-    tries = (max(run_ranks(_left_bytes, 2)) for _ in range(3))
+    tries = (max(run_ranks(_left_bytes, 2, expandable)) for _ in range(3))
     assert any(left_bytes <= 64 << 20 for left_bytes in tries)
 
 
