@@ -12,10 +12,6 @@ GIB = 1 << 30
 TIB = 1 << 40
 ALLOCATION_BYTES = 512
 """The CUDA caching allocator allocates multiples of this (`kMinBlockSize` in c10/core/AllocatorConfig.h)."""
-PAGE_EXCESS_BYTES = 18 * MIB
-"""How much more than its limit it may reserve: with that it compares sizes in steps of 2 MiB, and expandable segments
-have pages of 20 MiB (`alloc_block` and `map_block` in c10/cuda/CUDACachingAllocator.cpp).  On an H200 with torch 2.11
-it reserved up to 0.3 % more than a limit of 1.5 GB."""
 
 _UNITS = {"M": MIB, "MB": MIB, "MIB": MIB, "G": GIB, "GB": GIB, "GIB": GIB, "T": TIB, "TB": TIB, "TIB": TIB}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")

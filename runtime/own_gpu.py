@@ -11,10 +11,10 @@ from math import nextafter
 import torch
 import torch.distributed as dist
 
-from profiler.byte_sizes import PAGE_EXCESS_BYTES
 from profiler.errors import OsdpError
 from runtime.failures.peer_lost import format_ranks
 from runtime.failures.rank_agreement import Agreement
+from runtime.observe.caching_allocator import PAGE_EXCESS_BYTES
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that says what NCCL's watchdog does about a collective that fails or takes too long."""
@@ -29,13 +29,14 @@ def own_gpu() -> torch.device:
 
 
 def keep_within(limit_bytes: int, gpu: torch.device) -> None:
-    """Have PyTorch's allocator reserve no more of a GPU than this, which is at least `PAGE_EXCESS_BYTES`.
+    """Have PyTorch's allocator reserve no more of a GPU than this.
 
-    So much less is what it is told, as it may reserve so much more (`runtime.observe.caching_allocator`).
+    It is told `PAGE_EXCESS_BYTES` less, by which it may exceed what it is told; a smaller limit leaves it nothing.  A
+    limit of the whole GPU is told as it is: the driver has no more.
     """
     total_bytes = torch.cuda.get_device_properties(gpu).total_memory
-    if limit_bytes < total_bytes:  # all of it cannot be exceeded
-        limit_bytes -= PAGE_EXCESS_BYTES
+    if limit_bytes < total_bytes:
+        limit_bytes = max(0, limit_bytes - PAGE_EXCESS_BYTES)
     part = limit_bytes / total_bytes
     while int(part * total_bytes) < limit_bytes <= total_bytes:  # the allocator rounds down, and may lose a byte so
         part = nextafter(part, 1.0)

@@ -10,9 +10,9 @@ other, as the second meets what the first has cached, and the last is repeated, 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from profiler.byte_sizes import MIB, PAGE_EXCESS_BYTES
+from profiler.byte_sizes import MIB
 from runtime.observe.allocation_trace import AllocationTrace, Resize
-from runtime.observe.caching_allocator import Block, CachingAllocator, OutOfMemoryError
+from runtime.observe.caching_allocator import PAGE_EXCESS_BYTES, Block, CachingAllocator, OutOfMemoryError
 
 STEPS = 4
 """Training steps that are replayed, if the last recorded one can follow itself."""
@@ -33,8 +33,8 @@ class Replay:
     """Times in the last step that it gave cached memory back to serve a request; each waits for the device."""
     failed: str
     """Phase of the request that could not be served within the limit; empty: the steps ran."""
-    most_asked_bytes: int
-    """The least limit within which it would give nothing back, by the segments that it asked for."""
+    without_retries_bytes: int
+    """The least limit within which it would give nothing back."""
 
     @property
     def runs(self) -> bool:
@@ -65,8 +65,9 @@ def replay(
         before = allocator.retries
         failed = _play(allocator, blocks, step)
         retries = allocator.retries - before
-    most_asked_bytes = allocator.most_asked_bytes + PAGE_EXCESS_BYTES
-    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, retries, failed, most_asked_bytes)
+    without_retries_bytes = allocator.most_asked_bytes + PAGE_EXCESS_BYTES
+    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+    return Replay(*peaks, retries, failed, without_retries_bytes)
 
 
 def limit_without_retries_bytes(
@@ -77,13 +78,15 @@ def limit_without_retries_bytes(
     It may be above what is reserved where nothing limits it: the allocator refuses by the size of a whole segment, also
     where pages that it has already are a part of that.
     """
-    return replay(trace, UNLIMITED_BYTES, expandable=expandable, workspaces_bytes=workspaces_bytes).most_asked_bytes
+    return replay(
+        trace, UNLIMITED_BYTES, expandable=expandable, workspaces_bytes=workspaces_bytes
+    ).without_retries_bytes
 
 
 def least_limit_bytes(
     trace: AllocationTrace, *, expandable: bool, workspaces_bytes: Sequence[int] = (), limits: int = 60
 ) -> int:
-    """Return a limit within which the steps run, from the one without retries downwards until one fails.
+    """Return a limit within which the steps run, from what is reserved without one downwards until one fails.
 
     Limits are evenly spaced, so many down to what is allocated, but at least `STEP_BYTES` apart.
     """
@@ -92,7 +95,9 @@ def least_limit_bytes(
         return replay(trace, limit_bytes, expandable=expandable, workspaces_bytes=workspaces_bytes)
 
     free = within(UNLIMITED_BYTES)
-    limit_bytes = free.most_asked_bytes
+    limit_bytes = min(free.without_retries_bytes, free.reserved_bytes + PAGE_EXCESS_BYTES)
+    if not within(limit_bytes).runs:
+        return free.without_retries_bytes
     step = max(STEP_BYTES, (limit_bytes - free.allocated_bytes) // limits)
     while limit_bytes - step >= free.allocated_bytes and within(limit_bytes - step).runs:
         limit_bytes -= step

@@ -52,6 +52,9 @@ OWN_SEGMENT_BYTES = 10 * MIB
 """Requests from here on get a segment of their own size (`kMinLargeAlloc`)."""
 SEGMENT_STEP_BYTES = 2 * MIB
 """Sizes of such segments are multiples of this (`kRoundLarge`)."""
+PAGE_EXCESS_BYTES = LARGE_SEGMENT_BYTES - SEGMENT_STEP_BYTES
+"""How much more than its limit the allocator may reserve: it compares sizes with that in steps of 2 MiB, and an
+expandable segment has pages of 20 MiB.  On an H200 with torch 2.11 it was 0.3 % of a limit of 1.5 GB."""
 _ADDRESSES = 1 << 50
 """Of an expandable segment."""
 
@@ -109,7 +112,7 @@ class CachingAllocator:
 
     def __init__(self, limit_bytes: int, *, expandable: bool = False) -> None:
         self.limit_bytes = limit_bytes
-        """The most that it may have of the device when it asks for a segment."""
+        """What it has and a segment that it asks for may not exceed this."""
         self.expandable = expandable
         self.allocated_bytes = 0
         """Handed out now."""

@@ -2,8 +2,8 @@
 
 The fastest plans without and with offloaded inputs of models and limits of `activation_offload.py`, each as rank 0 of 8
 within its limit on one GPU: their steps in turn, with a process group that sends nothing, beside what is predicted for
-this device and host and a free network.  First the rates of copies between pinned memory and the GPU, in both
-directions alone and at once.
+this device and host, a free network and the allocator's retries.  First the rates of copies between pinned memory and
+the GPU, in both directions alone and at once.
 `--json FILE` writes all figures.  Exits with 2 where there is no GPU.
 """
 
@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,15 +29,15 @@ from validation.memory import script_of  # noqa: E402
 from validation.steps import WARM_UP_STEPS, seconds_of  # noqa: E402
 from validation.within_a_limit import of_this_device  # noqa: E402
 
-from osdp.planning.allocator_headroom import default_headroom  # noqa: E402
-from osdp.planning.clusters import allocatable_bytes  # noqa: E402
-from osdp.planning.request import BEST, Request, plan_graph  # noqa: E402
+from osdp.planning.allocator_headroom import ROOMY, TIGHT, default_headroom, roomier_headroom  # noqa: E402
+from osdp.planning.clusters import allocatable_bytes, workspaces_bytes  # noqa: E402
+from osdp.planning.request import BEST, Planned, Request, plan_graph  # noqa: E402
 from osdp.zoo import load_cluster, load_model  # noqa: E402
 from planner.analysis.explain import open_plan  # noqa: E402
-from planner.plan import Plan  # noqa: E402
 from profiler.cluster.cluster import Cluster  # noqa: E402
 from profiler.cluster.figure import Figure  # noqa: E402
 from profiler.model_graph import ModelGraph  # noqa: E402
+from profiler.model_source import ModelSource  # noqa: E402
 from profiler.trace.trace import trace_model  # noqa: E402
 from runtime.compile_plan import compile_plan  # noqa: E402
 from runtime.observe.one_rank import one_rank  # noqa: E402
@@ -66,67 +66,88 @@ def copy_rates(device: torch.device) -> dict[str, float]:
 
         return median(seconds_of(copies, device) for _ in range(5))
 
-    rates = {"to_host": (0,), "to_device": (1,), "of_both": (0, 1)}
+    rates = {"to_host": (0,), "to_device": (1,), "each_of_both": (0, 1)}
     return {name: COPIED_BYTES / copied_s(directions) for name, directions in rates.items()}
 
 
-def fastest(graph: ModelGraph, cluster: Cluster, case: Case) -> Plan:
-    """Return the fastest plan, with the headroom that plans have by default: the allocator has fragments."""
-    limit_bytes = round(case.limit_gib * GIB)
-    return plan_graph(
-        graph, cluster, Request(limit_bytes, case.precision, headroom=default_headroom(cluster), style=BEST)
-    ).plan
+@dataclass
+class Contestant:
+    """A plan, and what its steps took."""
+
+    planned: Planned
+    times_s: list[float] = field(default_factory=list)
+    retries: int = 0
+    """Of all steps that were timed."""
+    peak_bytes: int = 0
+    """Allocated at most in these."""
+
+    def run(self, source: ModelSource, cluster: Cluster) -> None:
+        """Time a few steps within the plan's limit, with the model built anew."""
+        device, plan = start_over(allocatable_bytes(cluster, self.planned.plan.limit_bytes)), self.planned.plan
+        view = open_plan(plan, self.planned.graph, cluster)
+        with one_rank(script_of(view, source), compile_plan(plan, view.space.graph, cluster), device) as step:
+            for _ in range(WARM_UP_STEPS):
+                step()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = retries()
+            self.times_s += [seconds_of(step, device) for _ in range(STEPS)]
+            self.retries += retries() - before
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(device))
+
+    def figures(self, cluster: Cluster) -> dict[str, Any]:
+        """Return what was measured, and what is predicted for a cluster with the times of this device."""
+        plan, seconds = self.planned.plan, sorted(self.times_s)
+        view = open_plan(plan, self.planned.graph, cluster)
+        retries_s = (TIGHT if self.planned.tighter is None else ROOMY).retries_s
+        predicted_s, samples = view.step_with_host_ahead_s + retries_s, plan.micro_batch * plan.accumulation
+        return {
+            "micro_batch": plan.micro_batch,
+            "blocks": len(self.planned.graph.blocks),
+            "offloaded": len(plan.offloaded_blocks),
+            "step_s": median(seconds),
+            "quartiles_s": [seconds[len(seconds) // 4], seconds[3 * len(seconds) // 4]],
+            "predicted_s": predicted_s,
+            "samples_per_s": samples / median(seconds),
+            "predicted_samples_per_s": samples / predicted_s,
+            "allocated_bytes": self.peak_bytes,
+            "predicted_bytes": view.prediction.tensors_bytes + sum(workspaces_bytes(cluster)),
+            "retries_per_step": self.retries / len(seconds),
+        }
 
 
-def run(case: Case, rounds: int, rates: dict[str, float], scratch: Path) -> list[dict[str, Any]]:
-    """Return what each plan of a case takes, and what is predicted."""
+def fastest(graph: ModelGraph, cluster: Cluster, case: Case) -> Planned:
+    """Return the fastest plan, with the headroom that plans have by default."""
+    room: dict[str, Any] = {"headroom": default_headroom(cluster), "roomier": roomier_headroom(cluster)}
+    return plan_graph(graph, cluster, Request(round(case.limit_gib * GIB), case.precision, style=BEST, **room))
+
+
+def compare(case: Case, rounds: int, rates: dict[str, float], scratch: Path) -> list[dict[str, Any]]:
+    """Return the figures of both plans of a case; the copies' rates are known before they are chosen."""
     known = load_cluster(case.cluster)
     assert known.host is not None
-    link = Figure(rates["of_both"], "measured: copies in both directions")
+    link = Figure(rates["each_of_both"], "measured: copies in both directions at once")
     known = replace(known, host=replace(known.host, link_bytes_per_s=link))
     source = load_model(case.model)
     graph = trace_model(source, case.precision, "cuda")
-    made = {"without": fastest(without_offload(graph), known, case), "with": fastest(graph, known, case)}
-    device = start_over()
-    place = Place(device.type, False, scratch)
-    micro_batches = sorted({one.micro_batch for one in made.values()})
-    measured: Cluster = of_this_device(known, case.model, case.precision, micro_batches, device, place)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    given_back, peaks = dict[str, float](), dict[str, int]()
+    plans = {"without": fastest(without_offload(graph), known, case), "with": fastest(graph, known, case)}
+    made = {name: Contestant(planned) for name, planned in plans.items()}
+    place, micro_batches = Place("cuda", False, scratch), sorted({one.plan.micro_batch for one in plans.values()})
+    measured = of_this_device(known, case.model, case.precision, micro_batches, start_over(), place)
     for number in range(rounds):
         for name in made if number % 2 else reversed(made):
-            device = start_over(allocatable_bytes(known, made[name].limit_bytes))
-            view = open_plan(made[name], graph, measured)
-            with one_rank(script_of(view, source), compile_plan(made[name], graph, known), device) as step:
-                for _ in range(WARM_UP_STEPS):
-                    step()
-                before = retries()
-                times[name] += [seconds_of(step, device) for _ in range(STEPS)]
-                given_back[name] = (retries() - before) / STEPS
-                peaks[name] = torch.cuda.max_memory_allocated(device)
-    found = []
-    for name, one in made.items():
-        view, seconds = open_plan(one, graph, measured), sorted(times[name])
-        samples = one.micro_batch * one.accumulation
-        found.append(
-            {
-                "model": case.model,
-                "limit_gib": case.limit_gib,
-                "plan": name,
-                "micro_batch": one.micro_batch,
-                "recomputed": len(one.recomputations),
-                "offloaded": len(one.offloaded_blocks),
-                "step_s": median(seconds),
-                "quartiles_s": [seconds[len(seconds) // 4], seconds[3 * len(seconds) // 4]],
-                "predicted_s": view.step_with_host_ahead_s,
-                "samples_per_s": samples / median(seconds),
-                "predicted_samples_per_s": samples / view.step_with_host_ahead_s,
-                "allocated_bytes": peaks[name],
-                "predicted_bytes": view.prediction.tensors_bytes,
-                "retries": given_back[name],
-            }
-        )
-    return found
+            made[name].run(source, known)
+    told = {"model": case.model, "precision": case.precision, "limit_gib": case.limit_gib}
+    return [{**told, "plan": name, **one.figures(measured)} for name, one in made.items()]
+
+
+def row(one: dict[str, Any], without: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    gains = [one[key] / without[key] - 1 for key in ("samples_per_s", "predicted_samples_per_s")]
+    cells = [f"{one['model']}, {one['precision']}", f"{one['limit_gib']:g} GiB", one["plan"], one["micro_batch"]]
+    cells += [f"{one['offloaded']} of {one['blocks']}", f"{one['step_s']:.3f}"]
+    cells += [f"{one['predicted_s']:.3f} ({one['predicted_s'] / one['step_s'] - 1:+.1%})"]
+    cells += [f"{one['samples_per_s']:.2f}", f"{gains[0]:+.1%}, predicted {gains[1]:+.1%}"]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> int:
@@ -147,17 +168,15 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     rows = list[dict[str, Any]]()
     for case in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(case, options.rounds, rates, Path(folder))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = compare(case, options.rounds, rates, Path(folder))
+        except torch.OutOfMemoryError as error:
+            print(f"{case.model} within {case.limit_gib:g} GiB: {str(error).partition('. ')[0]}", flush=True)
+            continue
         rows += found
         for one in found:
-            off = f"{one['predicted_s'] / one['step_s'] - 1:+.1%}"
-            told = [f"{case.model}, {case.precision}", f"{case.limit_gib:g} GiB", one["plan"], one["micro_batch"]]
-            told += [f"{one['offloaded']} of {one['recomputed']}", f"{one['step_s']:.3f}"]
-            told += [f"{one['predicted_s']:.3f} ({off})", f"{one['samples_per_s']:.2f}"]
-            gains = [one[key] / found[0][key] - 1 for key in ("samples_per_s", "predicted_samples_per_s")]
-            told.append(f"{gains[0]:+.1%}, predicted {gains[1]:+.1%}")
-            print(f"| {' | '.join(map(str, told))} |", flush=True)
+            print(row(one, found[0]), flush=True)
         if options.json:
             options.json.write_text(json.dumps({"copies_bytes_per_s": rates, "plans": rows}, indent=1) + "\n")
     return 0

@@ -58,4 +58,4 @@ class Check:
     times_nothing: bool = False
     """Whether it may run beside others that do not, on a machine with room for several."""
     after: int | None = None
-    """The check that has to be over before, as this one finds what that makes."""
+    """Of checks that run at once, the one that ends before this begins, which uses what it leaves."""

@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 from validation import allocator, memory  # noqa: E402
 from validation.bounds import judged, outside  # noqa: E402
-from validation.check import Place  # noqa: E402
+from validation.check import Finding, Place, skipped  # noqa: E402
 from validation.profile_and_step import said_of  # noqa: E402
 from validation.ranks import unlike  # noqa: E402
 from validation.several_gpus import judged_pulls, throughputs  # noqa: E402
@@ -45,6 +45,28 @@ done: 2 steps in this run
 device memory utilization: 90.00 MB / 100 MB (measured: of torch, allocator reserved 99.50 MB; predicted 9.00 MB)
 overall system throughput: 8.0 seq/sec (measured: median of 2 steps of 1 s; 2 tokens/s; predicted 10.0 seq/sec on x)
 """
+
+
+# --- the allocator and windows
+
+
+@pytest.mark.parametrize(
+    ("filled", "left", "passed"),
+    [
+        (Finding(True, "a"), Finding(True, "b"), True),
+        (Finding(True, "a"), Finding(False, "b"), False),
+        (Finding(False, "a"), Finding(True, "b"), False),
+        (Finding(True, "a"), skipped("no CuPy"), True),
+    ],
+)
+def test_windows_that_leave_memory_fail_the_check_of_the_allocator(
+    filled: Finding, left: Finding, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without CuPy there are none."""
+    monkeypatch.setattr(allocator, "fill", lambda place: filled)
+    monkeypatch.setattr(allocator, "left_behind", lambda place: left)
+    found = allocator.check(Place("cuda", False, Path("unused")))
+    assert (found.passed, found.told) == (passed, f"a; closed windows: {left.told}")
 
 
 # --- bounds
