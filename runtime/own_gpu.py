@@ -14,7 +14,6 @@ import torch.distributed as dist
 from profiler.errors import OsdpError
 from runtime.failures.peer_lost import format_ranks
 from runtime.failures.rank_agreement import Agreement
-from runtime.observe.caching_allocator import PAGE_EXCESS_BYTES
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that says what NCCL's watchdog does about a collective that fails or takes too long."""
@@ -29,14 +28,8 @@ def own_gpu() -> torch.device:
 
 
 def keep_within(limit_bytes: int, gpu: torch.device) -> None:
-    """Have PyTorch's allocator reserve no more of a GPU than this.
-
-    It is told `PAGE_EXCESS_BYTES` less, by which it may exceed what it is told; a smaller limit leaves it nothing.  A
-    limit of the whole GPU is told as it is: the driver has no more.
-    """
+    """Have PyTorch's allocator reserve no more of a GPU than this."""
     total_bytes = torch.cuda.get_device_properties(gpu).total_memory
-    if limit_bytes < total_bytes:
-        limit_bytes = max(0, limit_bytes - PAGE_EXCESS_BYTES)
     part = limit_bytes / total_bytes
     while int(part * total_bytes) < limit_bytes <= total_bytes:  # the allocator rounds down, and may lose a byte so
         part = nextafter(part, 1.0)

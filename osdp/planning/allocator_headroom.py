@@ -36,8 +36,8 @@ class AllocatorHeadroom:
 
 
 TIGHT = AllocatorHeadroom(Headroom(share=0.015), retries=3.1)
-"""What the allocator needs for fragments with `expandable_segments:True`, beyond the 96 MiB (of `titan-rtx-8` 64) that
-the clusters' files keep for its rounding: derived in docs/benchmarks/allocator.md."""
+"""What the allocator needs for fragments with `expandable_segments:True`, beyond the 96 MiB that the clusters' files
+keep for its rounding: derived in docs/benchmarks/allocator.md."""
 ROOMY = AllocatorHeadroom(Headroom(share=0.15), retries=0.7)
 LEAST_SHARE = 0.02
 """Of a step that retries have to take for another plan to be looked for; more than what predictions are off."""

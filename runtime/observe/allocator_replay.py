@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from profiler.byte_sizes import MIB
 from runtime.observe.allocation_trace import AllocationTrace, Resize
-from runtime.observe.caching_allocator import PAGE_EXCESS_BYTES, Block, CachingAllocator, OutOfMemoryError
+from runtime.observe.caching_allocator import Block, CachingAllocator, OutOfMemoryError
 
 STEPS = 4
 """Training steps that are replayed, if the last recorded one can follow itself."""
@@ -33,8 +33,8 @@ class Replay:
     """Times in the last step that it gave cached memory back to serve a request; each waits for the device."""
     failed: str
     """Phase of the request that could not be served within the limit; empty: the steps ran."""
-    without_retries_bytes: int
-    """The least limit within which it would give nothing back."""
+    most_asked_bytes: int
+    """What it would have reserved at most, segments that it was refused included."""
 
     @property
     def runs(self) -> bool:
@@ -44,12 +44,11 @@ class Replay:
 def replay(
     trace: AllocationTrace, limit_bytes: int, *, expandable: bool, workspaces_bytes: Sequence[int] = ()
 ) -> Replay:
-    """Return what the allocator does if kept within a limit (`runtime.own_gpu.keep_within`); `workspaces_bytes` are of
-    libraries, and stay allocated.
+    """Return what the allocator does within a limit; `workspaces_bytes` are of libraries, and stay allocated.
 
     They are made as the first step needs them, amid what lives then, or before it where the trace does not say.
     """
-    allocator, retries = CachingAllocator(limit_bytes - PAGE_EXCESS_BYTES, expandable=expandable), 0
+    allocator, retries = CachingAllocator(limit_bytes, expandable=expandable), 0
     blocks: dict[int, Block] = {}
     libraries = [Resize(-1 - number, size_bytes, 0, "start") for number, size_bytes in enumerate(workspaces_bytes)]
     first, *steps = trace.steps
@@ -65,9 +64,9 @@ def replay(
         before = allocator.retries
         failed = _play(allocator, blocks, step)
         retries = allocator.retries - before
-    without_retries_bytes = allocator.most_asked_bytes + PAGE_EXCESS_BYTES
-    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
-    return Replay(*peaks, retries, failed, without_retries_bytes)
+    return Replay(
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, retries, failed, allocator.most_asked_bytes
+    )
 
 
 def limit_without_retries_bytes(
@@ -78,9 +77,7 @@ def limit_without_retries_bytes(
     It may be above what is reserved where nothing limits it: the allocator refuses by the size of a whole segment, also
     where pages that it has already are a part of that.
     """
-    return replay(
-        trace, UNLIMITED_BYTES, expandable=expandable, workspaces_bytes=workspaces_bytes
-    ).without_retries_bytes
+    return replay(trace, UNLIMITED_BYTES, expandable=expandable, workspaces_bytes=workspaces_bytes).most_asked_bytes
 
 
 def least_limit_bytes(
@@ -95,10 +92,7 @@ def least_limit_bytes(
         return replay(trace, limit_bytes, expandable=expandable, workspaces_bytes=workspaces_bytes)
 
     free = within(UNLIMITED_BYTES)
-    limit_bytes = min(free.without_retries_bytes, free.reserved_bytes + PAGE_EXCESS_BYTES)
-    if not within(limit_bytes).runs:
-        return free.without_retries_bytes
-    step = max(STEP_BYTES, (limit_bytes - free.allocated_bytes) // limits)
+    step, limit_bytes = max(STEP_BYTES, (free.reserved_bytes - free.allocated_bytes) // limits), free.reserved_bytes
     while limit_bytes - step >= free.allocated_bytes and within(limit_bytes - step).runs:
         limit_bytes -= step
     return limit_bytes

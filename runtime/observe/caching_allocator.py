@@ -26,9 +26,9 @@ or 20 MiB (large).  A request that fits nowhere is placed at the lowest address 
 free there (try_allocate_expandable_block); of equal fits, a block that can be extended counts as large as it could get
 (get_free_block); under pressure all pages without any allocated byte are given back (unmap_block).
 
-The limit binds as that of `set_per_process_memory_fraction` does, by the size that a segment would have (alloc_block):
-with pages of 20 MiB up to `PAGE_EXCESS_BYTES` more may be reserved, which `runtime.own_gpu.keep_within` takes off what
-it is given.  Left out, as no plan uses them: `max_split_size_mb`, rounding to powers of two,
+The limit binds as `set_per_process_memory_fraction` does, by the size that a segment would have (alloc_block), and
+pages beyond it cannot be had either, as where it is all that the device has.  PyTorch is given these where the device
+has more (`PAGE_EXCESS_BYTES`).  Left out, as no plan uses them: `max_split_size_mb`, rounding to powers of two,
 `garbage_collection_threshold`, pools of CUDA graphs, and `record_stream`, which FSDP2 does without.  Of segments only
 the order of addresses matters; here later ones have higher addresses, and the range of an expandable segment has no
 end.
@@ -53,8 +53,8 @@ OWN_SEGMENT_BYTES = 10 * MIB
 SEGMENT_STEP_BYTES = 2 * MIB
 """Sizes of such segments are multiples of this (`kRoundLarge`)."""
 PAGE_EXCESS_BYTES = LARGE_SEGMENT_BYTES - SEGMENT_STEP_BYTES
-"""How much more than its limit the allocator may reserve: it compares sizes with that in steps of 2 MiB, and an
-expandable segment has pages of 20 MiB.  On an H200 with torch 2.11 it was 0.3 % of a limit of 1.5 GB."""
+"""How much more than its limit PyTorch may reserve with expandable segments: it compares sizes with that in steps of 2
+MiB, and takes pages of 20 MiB.  On an H200 with torch 2.11 it was 0.3 % of a limit of 1.5 GB."""
 _ADDRESSES = 1 << 50
 """Of an expandable segment."""
 
@@ -112,7 +112,7 @@ class CachingAllocator:
 
     def __init__(self, limit_bytes: int, *, expandable: bool = False) -> None:
         self.limit_bytes = limit_bytes
-        """What it has and a segment that it asks for may not exceed this."""
+        """The most that it may have of the device."""
         self.expandable = expandable
         self.allocated_bytes = 0
         """Handed out now."""
@@ -176,17 +176,24 @@ class CachingAllocator:
     def _reserve(self, size_bytes: int) -> None:
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self.most_asked_bytes = max(self.most_asked_bytes, self.reserved_bytes)
 
     # --- expandable segments
 
-    def _extended(self, pool: Pool, size: int) -> Block:
+    def _extended(self, pool: Pool, size: int) -> Block | None:
         block = self._lowest_with_room(pool, size)
         if not block.is_mapped:
-            block = self._map(block, min(size, block.size_bytes))
+            mapped = self._map(block, min(size, block.size_bytes))
+            if mapped is None:
+                return None
+            block = mapped
         while block.size_bytes < size:
             missing = block.after
             assert missing is not None
-            block = self._map(missing, min(size - block.size_bytes, missing.size_bytes))
+            mapped = self._map(missing, min(size - block.size_bytes, missing.size_bytes))
+            if mapped is None:
+                return None
+            block = mapped
         return block
 
     def _lowest_with_room(self, pool: Pool, size: int) -> Block:
@@ -204,10 +211,12 @@ class CachingAllocator:
         pool.add(segment)
         return segment
 
-    def _map(self, block: Block, size: int) -> Block:
+    def _map(self, block: Block, size: int) -> Block | None:
         """Put pages behind the first bytes of an unmapped block; return the free block that they are then part of."""
         pool = block.pool
         size = -(-size // pool.page_bytes) * pool.page_bytes
+        if self.reserved_bytes + size > self.limit_bytes:
+            return None
         pool.remove(block)
         if size < block.size_bytes:
             pool.add(_cut(block, size))

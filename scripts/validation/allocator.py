@@ -12,7 +12,7 @@ import torch
 
 from osdp.training.allocator_settings import SETTINGS
 from profiler.byte_sizes import GIB, MIB
-from runtime.observe.caching_allocator import PAGE_EXCESS_BYTES, CachingAllocator, OutOfMemoryError
+from runtime.observe.caching_allocator import CachingAllocator, OutOfMemoryError
 from runtime.own_gpu import keep_within, own_gpu
 from validation.bounds import judged, outside
 from validation.check import Finding, Place
@@ -65,7 +65,7 @@ def fill(place: Place) -> Finding:
     """Allocate until it fails, with segments of both kinds: what is reserved then is the limit, or little less."""
     complaints, figures = list[str](), dict[str, Any](limit_bytes=LIMIT_BYTES)
     for name, expandable in (("fixed_segments", False), ("expandable_segments", True)):
-        reserved = modelled = _until_refused(CachingAllocator(LIMIT_BYTES - PAGE_EXCESS_BYTES, expandable=expandable))
+        reserved = modelled = _until_refused(CachingAllocator(LIMIT_BYTES, expandable=expandable))
         if not place.is_dry:
             reserved = _until_gpu_refuses(expandable)
         figures |= {f"{name}_reserved_bytes": reserved, f"{name}_modelled_bytes": modelled}

@@ -102,7 +102,9 @@ def test_cases_have_every_strategy_of_the_registry(is_long: bool) -> None:
         assert len(cases) == len(known)
 
 
-@pytest.mark.parametrize("changed", [{"allocated_bytes": 1012}, {"allocated_bytes": 960}, {"reserved_bytes": 1501}])
+@pytest.mark.parametrize(
+    "changed", [{"allocated_bytes": 1012}, {"allocated_bytes": 960}, {"reserved_bytes": 1501 + 18 * MIB}]
+)
 def test_memory_out_of_bounds_fails(changed: dict[str, int]) -> None:
     assert HELD.complaints(CASE) == []
     assert len(replace(HELD, **changed).complaints(CASE)) == 1
