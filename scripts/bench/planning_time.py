@@ -1,10 +1,12 @@
-"""How long planning takes: `python scripts/bench/planning_time.py [gpt2] [scaling] [limits] [huggingface]`.
+"""How long planning takes: `python scripts/bench/planning_time.py [CASE]...`, all cases without one.
 
-    gpt2         `osdp plan --model gpt2-1.5b --mem 8GB` as a user runs it, from process start, the first time and later
+    gpt2         `osdp plan --model gpt2-1.5b --mem 8GB` from process start, the first time and later, and with `--best`
     scaling      10, 100 and 1,000 layers, all alike and no two alike, traced and planned
     limits       gpt2-1.5b on the default cluster and on 2 x 8 A100, beside the best uniform baseline
     huggingface  four published configurations in bf16 on 4 x 8 H100, with the imports of torch and transformers
+    large        Llama 3 of 70 and 405 billion parameters on 8, 128 and 2,048 nodes of 8 H100, the first time and later
 
+Targets stand beside what was found, and by how much it misses them.
 Each case runs in a process of its own; CPU seconds and peak resident memory are that process's, as
 the kernel counts them (`getrusage`), so imports are included.
 """
@@ -15,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +31,23 @@ REPEATS = 3
 KEPT = ", the trace kept from an earlier run"
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("huggingface_models.json").read_text())
 """Sizes from the published config.json of each model."""
+LARGE: dict[str, dict[str, Any]] = {
+    name: {
+        **CONFIGURATIONS["Llama-3-8B"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+    }
+    for name, hidden, layers, heads, inner in (
+        ("Llama-3-70B", 8192, 80, 64, 28672),
+        ("Llama-3-405B", 16384, 126, 128, 53248),
+    )
+}
+NODES = 8, 128, 2048
+GPT2_TARGET_S, LARGE_TARGET_S, SCALING_TARGET_S = 2.5, 4.0, 20.0
+"""CPU seconds of a whole command."""
+GAP_TARGET, RESIDENT_TARGET_GIB = 0.001, 1.0
 
 
 def bench_gpt2() -> None:
@@ -38,6 +59,17 @@ def bench_gpt2() -> None:
                 runs = [run(command) for _ in range(REPEATS + kept)][kept:]  # the first one keeps it
             print(f"osdp plan --model gpt2-1.5b --mem 8GB, {REPEATS} runs, median (range){KEPT * kept}")
             told(runs)
+    runs = [run([*command, "--best"]) for _ in range(REPEATS)]
+    print(f"osdp plan --model gpt2-1.5b --mem 8GB --best, {REPEATS} runs, median (range)")
+    told(runs)
+    print(f"  CPU s {against(median(one.cpu_s for one in runs), GPT2_TARGET_S, '.2f')}", end="; ")
+    print(f"gap {against(json.loads(runs[0].output)['gap'], GAP_TARGET, '.2%')}", flush=True)
+
+
+def against(value: float, target: float, form: str) -> str:
+    """Return a figure beside the most that it should be."""
+    missed = "met" if value <= target else f"missed by {format(value - target, form)}"
+    return f"{format(value, form)}, target {format(target, form)}: {missed}"
 
 
 def told(runs: Sequence[Run]) -> None:
@@ -64,6 +96,9 @@ def bench_scaling() -> None:
                 f"  {row['gap']:.3%}  {row['limit_bytes'] / GIB:.1f} GiB",
                 flush=True,
             )
+            if layers == 1000:
+                print(f"  CPU s {against(child.cpu_s, SCALING_TARGET_S, '.1f')}", end="; ")
+                print(f"GiB {against(child.rss_bytes / GIB, RESIDENT_TARGET_GIB, '.2f')}", flush=True)
 
 
 def child(layers: int, kind: str) -> None:
@@ -160,11 +195,32 @@ def bench_huggingface() -> None:
         print(f"{name:13s}  {times}  {speed:9.2f}  {report['gap']:.2%}", flush=True)
 
 
+def bench_large() -> None:
+    """Time large models on many nodes; nothing is downloaded."""
+    print("model         nodes  style    gap    CPU s of the first command; of a later one")
+    for (name, config), nodes, style in product(LARGE.items(), NODES, ((), ("--best",))):
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {FOLDER: str(Path(folder, "kept"))}):
+            path = Path(folder, "config.json")
+            path.write_text(json.dumps(config))
+            options = "--cluster", "h100-4x8", "--nodes", str(nodes), "--precision", "bf16", "--seq", "8192"
+            command = plan_command("--model", f"hf:{path}", *options, *style)
+            runs = [run(command) for _ in range(2)]
+        gap, how = json.loads(runs[0].output)["gap"], style[0] if style else "default"
+        times = "; ".join(against(one.cpu_s, LARGE_TARGET_S, ".1f") for one in runs)
+        print(f"{name:12s}  {nodes:5d}  {how:7s}  {gap:.2%}  {times}", flush=True)
+
+
 def main() -> None:
     """Run the cases named on the command line, or all."""
     if sys.argv[1:2] == ["--child"]:
         return child(int(sys.argv[2]), sys.argv[3])
-    cases = {"gpt2": bench_gpt2, "scaling": bench_scaling, "limits": bench_limits, "huggingface": bench_huggingface}
+    cases = {
+        "gpt2": bench_gpt2,
+        "scaling": bench_scaling,
+        "limits": bench_limits,
+        "huggingface": bench_huggingface,
+        "large": bench_large,
+    }
     unknown = set(sys.argv[1:]) - set(cases)
     if unknown:
         raise SystemExit(f"unknown case: got {', '.join(unknown)}, expected {', '.join(cases)}")
