@@ -13,7 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from _shared import GIB, ROOT, machine
@@ -27,9 +27,9 @@ from validation.allocator import retries, start_over  # noqa: E402
 from validation.check import Place  # noqa: E402
 from validation.memory import script_of  # noqa: E402
 from validation.steps import WARM_UP_STEPS, seconds_of  # noqa: E402
-from validation.within_a_limit import of_this_device  # noqa: E402
+from validation.within_a_limit import counted_retries_s, of_this_device  # noqa: E402
 
-from osdp.planning.allocator_headroom import ROOMY, TIGHT, default_headroom, roomier_headroom  # noqa: E402
+from osdp.planning.allocator_headroom import default_headroom, roomier_headroom  # noqa: E402
 from osdp.planning.clusters import allocatable_bytes, workspaces_bytes  # noqa: E402
 from osdp.planning.request import BEST, Planned, Request, plan_graph  # noqa: E402
 from osdp.zoo import load_cluster, load_model  # noqa: E402
@@ -96,22 +96,23 @@ class Contestant:
 
     def figures(self, cluster: Cluster) -> dict[str, Any]:
         """Return what was measured, and what is predicted for a cluster with the times of this device."""
-        plan, seconds = self.planned.plan, sorted(self.times_s)
+        plan = self.planned.plan
+        low_s, step_s, high_s = quantiles(self.times_s, n=4, method="inclusive")
         view = open_plan(plan, self.planned.graph, cluster)
-        retries_s = (TIGHT if self.planned.tighter is None else ROOMY).retries_s
-        predicted_s, samples = view.step_with_host_ahead_s + retries_s, plan.micro_batch * plan.accumulation
+        predicted_s = view.step_with_host_ahead_s + counted_retries_s(self.planned)
+        samples = plan.micro_batch * plan.accumulation
         return {
             "micro_batch": plan.micro_batch,
             "blocks": len(self.planned.graph.blocks),
             "offloaded": len(plan.offloaded_blocks),
-            "step_s": median(seconds),
-            "quartiles_s": [seconds[len(seconds) // 4], seconds[3 * len(seconds) // 4]],
+            "step_s": step_s,
+            "quartiles_s": [low_s, high_s],
             "predicted_s": predicted_s,
-            "samples_per_s": samples / median(seconds),
+            "samples_per_s": samples / step_s,
             "predicted_samples_per_s": samples / predicted_s,
             "allocated_bytes": self.peak_bytes,
             "predicted_bytes": view.prediction.tensors_bytes + sum(workspaces_bytes(cluster)),
-            "retries_per_step": self.retries / len(seconds),
+            "retries_per_step": self.retries / len(self.times_s),
         }
 
 

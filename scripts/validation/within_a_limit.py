@@ -15,7 +15,7 @@ from yaml import safe_dump
 
 from osdp.planning.allocator_headroom import ROOMY, TIGHT, roomier_headroom
 from osdp.planning.clusters import allocatable_bytes, memory_limit
-from osdp.planning.request import Request, plan_model
+from osdp.planning.request import Planned, Request, plan_model
 from osdp.profile.fsdp_overhead import LaunchedStacks, launch_of, unit_launch
 from osdp.zoo import load_cluster, load_model, model_card
 from planner.analysis.explain import open_plan
@@ -73,7 +73,6 @@ def of_eight(place: Place) -> Finding:
     figures |= {field.name: getattr(measured.launch, field.name).value for field in fields(Launch)}
     is_known = not place.is_dry and any(chip in torch.cuda.get_device_name() for chip in CHIPS)
     for name, planned in plans.items():
-        retries_s = (TIGHT if planned.tighter is None else ROOMY).retries_s
         schedule = compile_plan(planned.plan, planned.graph, machine)
         if not place.is_dry:
             start_over(allocatable_bytes(machine, limit_bytes))
@@ -81,7 +80,7 @@ def of_eight(place: Place) -> Finding:
         with one_rank(script_of(view, source), schedule, device) as step:
             step_s = median_step_s(step, device, 2 if place.is_dry else STEPS)
             found_retries = 0 if place.is_dry else retries_of(step)
-        expected_s, terms = view.step_with_host_ahead_s + retries_s, view.prediction.time_by_term
+        expected_s, terms = view.step_with_host_ahead_s + counted_retries_s(planned), view.prediction.time_by_term
         figures[name] = {"step_s": step_s, "predicted_s": expected_s, "retries": found_retries, **terms}
         figures[name] |= {"recomputed_blocks": len(view.plan.recomputations), "micro_batch": view.plan.micro_batch}
         off = f"{step_s / expected_s - 1:+.0%} of {expected_s:.3f} s"
@@ -89,6 +88,11 @@ def of_eight(place: Place) -> Finding:
         if is_known:
             complaints += outside(f"{name}: step / predicted", step_s / expected_s, 1 - MOST_OFF, 1 + MOST_OFF)
     return judged("; ".join(told) + ("" if is_known else ", which is of another device"), complaints, figures)
+
+
+def counted_retries_s(planned: Planned) -> float:
+    """Return what the planner counts for retries of the allocator in a step of a plan with a headroom by default."""
+    return (TIGHT if planned.tighter is None else ROOMY).retries_s
 
 
 def retries_of(step: Step) -> int:
@@ -115,7 +119,7 @@ def of_this_device(
     with fake_world(8, 0):
         stacks = LaunchedStacks(Meshes(device.type, 1, 8).mesh(8), device, precision)
         unit = unit_launch(*map(mean_s, zip(*stacks.rounds(8 * STEPS), strict=True)))
-    how = "measured: in this check"
+    how = "measured: in this process"
     launch = launch_of(Figure(kernel_s, how), unit, how)
     measured = Measured(
         date.today().isoformat(), f"torch {torch.__version__}", STEPS, calls=calls, unit_overhead_s=None
