@@ -13,11 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from synthetic import chain, cluster, transformer
 
 from osdp.cli.reports.explain import print_plan_reasons, print_target_reasons
-from osdp.cli.reports.figures import bar, figures_of, format_count, format_parameters, format_seconds, rates, sources_of
+from osdp.cli.reports.figures import (
+    bar,
+    figures_of,
+    format_count,
+    format_parameters,
+    format_rate,
+    format_seconds,
+    rates,
+    sources_of,
+)
 from osdp.cli.reports.plan import Circumstances, print_plan
 from osdp.cli.reports.plan_json import plan_object
 from osdp.cli.reports.rows import plan_rows, short_names
@@ -358,10 +369,26 @@ def test_short_names_say_how_many_they_leave_out() -> None:
         (-1e-12, True, "0 s"),
         (0.002, True, "+2.0 ms"),
         (-0.002, True, "-2.0 ms"),
+        (0.00099996, False, "1.0 ms"),
+        (0.00099994, False, "999.9 us"),
+        (0.99996, False, "1.000 s"),
     ],
 )
 def test_seconds(value: float, signed: bool, expected: str) -> None:
+    """No figure is wider than tables have room for: 1000.0 us cut the name of a collective."""
     assert format_seconds(value, signed) == expected
+
+
+@given(st.floats(1e-7, 0.99))
+def test_seconds_have_three_digits_before_the_point(value: float) -> None:
+    assert float(format_seconds(value).split()[0]) < 1000
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"), [(999.96e6, "1 GB/s"), (999.94e6, "999.9 MB/s"), (571.2e9, "571.2 GB/s"), (5.0, "5 B/s")]
+)
+def test_rates_have_four_digits(rate: float, expected: str) -> None:
+    assert format_rate(rate, "B/s") == expected
 
 
 def test_counts() -> None:

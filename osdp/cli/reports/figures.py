@@ -109,7 +109,7 @@ def rates(cluster: Cluster, precision: str) -> str:
 def format_rate(per_s: float, unit: str) -> str:
     """Return a rate with an SI prefix: `571.2 GB/s`."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if per_s >= factor:
+        if float(f"{per_s / factor * 1e3:.4g}") >= 1e3:  # as it would be printed without the prefix
             return f"{per_s / factor:.4g} {prefix}{unit}"
     return f"{per_s:.4g} {unit}"
 
@@ -117,16 +117,16 @@ def format_rate(per_s: float, unit: str) -> str:
 def format_seconds(seconds: float, signed: bool = False) -> str:
     """Return a duration as `1.234 s`, `12.3 ms` or `5.7 us`."""
     sign, size = "+" if signed else "", abs(seconds)
-    if size >= 1:
+    if round(size * 1e3, 1) >= 1e3:  # as it would be printed
         return f"{seconds:{sign}.3f} s"
-    if size >= 1e-3:
+    if round(size * 1e6, 1) >= 1e3:
         return f"{seconds * 1e3:{sign}.1f} ms"
     return f"{seconds * 1e6:{sign}.1f} us" if size >= 5e-8 else "0 s"
 
 
 def format_count(count: float) -> str:
     """Return a rate of things with about four digits: `6.806`, `81.4`, `12,345`."""
-    digits = 3 if count < 10 else 2 if count < 100 else 1 if count < 1000 else 0
+    digits = next((digits for digits, most in ((3, 10), (2, 100), (1, 1000)) if round(count, digits) < most), 0)
     return f"{count:,.{digits}f}"
 
 
