@@ -14,6 +14,7 @@ import pytest
 from graph_files import traced_by_any
 
 from osdp.cli import main
+from osdp.planning.zoo_graphs import zoo_graph
 from osdp.zoo import model_names
 from planner.options.search_space import Space
 from planner.problem import NO_PINS, Pins, Task
@@ -23,8 +24,22 @@ from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
-TRACED: dict[tuple[object, ...], ModelGraph] = {}
-"""Graphs of the zoo's models, by what tells them apart."""
+GRAPHS: dict[tuple[object, ...], ModelGraph] = {}
+"""Graphs of the zoo's models, by what tells them apart: equal ones are one object here."""
+
+
+def is_known(graph: ModelGraph) -> bool:
+    """Return whether a graph is one of `GRAPHS`, not only equal to it."""
+    return any(graph is one for one in GRAPHS.values())
+
+
+def read_once(name: str, *settings: Any) -> ModelGraph | None:
+    """Stand in for `zoo_graph`, which makes a graph anew each time that it reads it."""
+    read = zoo_graph(name, *settings)
+    if read is None:
+        return None
+    known = GRAPHS.setdefault((name, "read", *settings), read)
+    return known if known == read else read
 
 
 def trace_once(source: ModelSource, *settings: Any) -> ModelGraph:
@@ -32,9 +47,9 @@ def trace_once(source: ModelSource, *settings: Any) -> ModelGraph:
     if source.name not in model_names():
         return trace_model(source, *settings)
     key = (source.name, source.sequence_length, *settings)
-    if key not in TRACED:
-        TRACED[key] = traced_by_any(f"zoo {key}", lambda: trace_model(source, *settings))
-    return TRACED[key]
+    if key not in GRAPHS:
+        GRAPHS[key] = traced_by_any(f"zoo {key}", lambda: trace_model(source, *settings))
+    return GRAPHS[key]
 
 
 SPACES: dict[int, Space] = {}
@@ -43,7 +58,7 @@ SPACES: dict[int, Space] = {}
 
 def shared_space(graph: ModelGraph, *, pins: Pins) -> Space:
     """Stand in for `Space`, of which several searches of one graph with the same pins may share one."""
-    if pins != NO_PINS or all(graph is not one for one in TRACED.values()):
+    if pins != NO_PINS or not is_known(graph):
         return Space(graph, pins=pins)
     if id(graph) not in SPACES:
         SPACES[id(graph)] = Space(graph)
@@ -69,7 +84,7 @@ def search_once(
 ) -> Found:
     """Stand in for `search`, which finds the same for the same question each time that it has the time it takes."""
     effort = effort or Effort()
-    if all(task.graph is not one for one in TRACED.values()) or effort.seconds < float("inf"):
+    if not is_known(task.graph) or effort.seconds < float("inf"):
         return search(task, progress, space, material_gain, effort)
     others = [getattr(task, one.name) for one in fields(task) if one.name != "graph"]
     key = id(task.graph), str(others), material_gain, effort
@@ -131,6 +146,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """Commands in an empty folder, on no rank of a training run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("profiler.trace.trace.trace_model", trace_once)
+    monkeypatch.setattr("osdp.planning.named_model.zoo_graph", read_once)
     for module in ("planner.search.search", "osdp.planning.request"):
         monkeypatch.setattr(f"{module}.Space", shared_space)
     for module in SEARCHERS:

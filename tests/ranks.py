@@ -49,13 +49,6 @@ PRELOADED = (
     "osdp.training.rank_main",
 )
 """What every rank imports, and would for 0.6 s each time."""
-INHERITED: dict[str, bytes] = {}
-"""What takes long to find out and is the same everywhere: ranks get it from their starter, which gets what they add.
-
-Pickled, since each of many ranks gets all of it, and needs little.
-"""
-HELD: set[str] = set()
-"""What of it the server of ranks has had from its start."""
 GRACE_S = 0.3
 """How long a failure waits for earlier ones: peers of a dead rank may report before it is found dead."""
 
@@ -79,8 +72,6 @@ class Outcome:
 
     value: Any
     """Result of the function."""
-    found_out: dict[str, bytes]
-    """What the rank has added to `INHERITED`."""
     error: str
     """Traceback, empty if it returned."""
     at_s: float
@@ -101,7 +92,6 @@ class Task:
     collective_timeout_s: float
     stacks: Path
     """File that SIGUSR1 makes it write its threads' stacks to."""
-    inherited: dict[str, bytes]
 
 
 def run_ranks(
@@ -147,7 +137,6 @@ def run_ranks(
                     joins,
                     collective_timeout_s or 0.8 * timeout_s,
                     Path(folder, str(rank)),
-                    {key: pickled for key, pickled in INHERITED.items() if key not in HELD},
                 )
                 process = context.Process(target=_rank_main, args=(there, pickle.dumps(task)))
                 process.start()
@@ -162,8 +151,6 @@ def run_ranks(
             for process, pipe in zip(processes, pipes, strict=True):
                 process.join()
                 pipe.close()
-    for outcome in outcomes.values():
-        INHERITED.update(outcome.found_out)
     return [outcomes[rank].value if rank in outcomes else None for rank in range(world_size)]
 
 
@@ -259,13 +246,10 @@ def _rank_main(pipe: Connection, pickled_task: bytes) -> None:
         task: Task = pickle.loads(pickled_task)
         with open(task.stacks, "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks)
-            INHERITED.update(task.inherited)
-            known = set(INHERITED)
             value = _call(task)
-            found_out = {key: INHERITED[key] for key in INHERITED.keys() - known if task.rank == 0}
-            message = pickle.dumps(Outcome(value, found_out, "", time.monotonic()))
+            message = pickle.dumps(Outcome(value, "", time.monotonic()))
     except BaseException:
-        message = pickle.dumps(Outcome(None, {}, traceback.format_exc(), time.monotonic()))
+        message = pickle.dumps(Outcome(None, traceback.format_exc(), time.monotonic()))
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(message)

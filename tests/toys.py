@@ -169,9 +169,12 @@ def run_everywhere(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def graph_of(model: nn.Module, precision: str = "fp32", master_weights: str = "") -> ModelGraph:
-    """Return the traced model; OSDP finds it traced, for batches of numbers, whose length is 1."""
+    """Return the traced model; OSDP, given a plan of it, finds it traced, whatever length its inputs have."""
     settings = precision, "cpu", None, master_weights, 1.0
-    return graph_once(model, "toy", (*settings, 1), lambda: trace_model(source_of(model, "toy", None, None), *settings))
+    graph = graph_once(
+        model, "toy", (*settings, 1), lambda: trace_model(source_of(model, "toy", None, None), *settings)
+    )
+    return graph_once(model, "toy", (*settings, graph.sequence_length), lambda: graph)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:

@@ -1,19 +1,24 @@
-"""Graphs of small models that ranks and programs train, of which each is traced once: that takes most of their time."""
+"""Graphs of small models that ranks and programs train, of which each is traced once in a test run.
+
+To trace takes most of the time of such a rank.
+"""
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import INHERITED
+from graph_files import traced_by_any
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -40,12 +45,21 @@ def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Cal
     classes = [(type(part).__module__, type(part).__qualname__, _told(part)) for part in module.modules()]
     key = f"{name} {tuple(settings)} {module} {known} {classes}"
     if key not in GRAPHS:
-        if key in INHERITED:
-            GRAPHS[key] = pickle.loads(INHERITED[key])
-        else:
-            GRAPHS[key] = _traced_by_one(key, trace)
-            INHERITED[key] = pickle.dumps(GRAPHS[key])
+        texts = {_text_of(type(part).__module__) for part in module.modules()}
+        shared = None if None in texts else f"{key} {sorted(filter(None, texts))}"
+        GRAPHS[key] = _traced_by_one(key, trace if shared is None else lambda: traced_by_any(shared, trace))
     return GRAPHS[key]
+
+
+def _text_of(name: str) -> str | None:
+    """Return what tells the text of a Python module from other programs' modules of that name; None: it has none.
+
+    Programs and files that tests write have modules of the same names.  Empty for installed packages.
+    """
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return None
+    return "" if "site-packages" in file else sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _traced_by_one(key: str, trace: Callable[[], ModelGraph]) -> ModelGraph:

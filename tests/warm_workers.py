@@ -18,7 +18,6 @@ from pathlib import Path
 import garbage
 import huge_pages
 import pytest
-import ranks
 
 
 def collect(arguments: Sequence[str]) -> None:
@@ -31,7 +30,6 @@ def collect(arguments: Sequence[str]) -> None:
     for name in ("transformers.modeling_utils", "peft"):  # 2 s in each of a dozen processes
         with suppress(ImportError):
             importlib.import_module(name)
-    ranks.HELD.update(ranks.INHERITED)
     garbage.set_aside()
     huge_pages.collapse()
 

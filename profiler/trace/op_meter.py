@@ -307,21 +307,26 @@ class Meter(UncompiledMode):
         if op is None:
             op = self._ops[func] = describe(func)
         try:
-            if op.passive:
-                return op.call(*args, **kwargs or {})
-            if self._kept is not None:
-                if op.product and is_kept(func, args, kwargs or {}):
-                    return self._keep(self._kept, func, op, args, kwargs or {})
-                if op.writes and not self.ledger.is_running_again:
-                    self._kept.note_changes(func, args, kwargs or {})
-            first = op.statistics
-            if first is not None and args[first] is not None and args[first + 2]:
-                self._normalized.update(one.untyped_storage()._cdata for one in args[first : first + 2])
-            return self._measure(func, op, args, kwargs or {})
+            with torch._C.DisableTorchFunction():  # modes for functions are for what the model asks
+                return self._see(func, op, args, kwargs or {})
         except BaseException as error:
             # Noted on the exception: holding it would hold its frames, and with them tensors.
             error.__dict__.setdefault("osdp_op", func)
             raise
+
+    def _see(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what an op returns."""
+        if op.passive:
+            return op.call(*args, **kwargs)
+        if self._kept is not None:
+            if op.product and is_kept(func, args, kwargs):
+                return self._keep(self._kept, func, op, args, kwargs)
+            if op.writes and not self.ledger.is_running_again:
+                self._kept.note_changes(func, args, kwargs)
+        first = op.statistics
+        if first is not None and args[first] is not None and args[first + 2]:
+            self._normalized.update(one.untyped_storage()._cdata for one in args[first : first + 2])
+        return self._measure(func, op, args, kwargs)
 
     def _keep(self, kept: KeptOutputs, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op whose output the block keeps, or return what it returned before."""
