@@ -26,6 +26,8 @@ PLAIN_WIDTH = 100
 """Columns where stdout is no terminal."""
 NARROWEST, WIDEST = 60, 1000
 """Columns of a report, whatever the environment variable COLUMNS says."""
+WORD, GAP = 8, 2
+"""Columns that text which may be broken has at least in a table, and those between two of a table's columns."""
 _TRAILING_BLANKS = re.compile(r"[ \t]+$", re.MULTILINE)
 _is_quiet = False
 
@@ -113,11 +115,27 @@ def make_table(*columns: str) -> Table:
 
 
 def print_section(console: Console, title: str, *content: Table | str) -> None:
-    """Print a headline, what is under it, and an empty line."""
+    """Print a headline, what is under it, and an empty line.
+
+    A table whose figures have no room is wider than the console: none of them is cut or left out.
+    """
     console.print(title, style="bold")
     for item in content:
-        console.print(item)
+        if not isinstance(item, str) and (needed := _columns_needed(console, item)) > console.width:
+            item.width = needed
+        console.print(item, crop=False)
     console.print()
+
+
+def _columns_needed(console: Console, table: Table) -> int:
+    """Return how wide a table is at least: columns of numbers whole, and a word of each of the others."""
+    from rich.measure import Measurement
+
+    needed = 0
+    for column in table.columns:
+        cells = [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
+        needed += max(cell.maximum if column.no_wrap else min(cell.minimum, WORD) for cell in cells) + GAP
+    return needed
 
 
 @contextmanager
