@@ -31,7 +31,7 @@ cd "$root"
 # Tests start hundreds of processes: where Python is told not to write bytecode, each would compile what it imports.
 unset PYTHONDONTWRITEBYTECODE
 # Small tensors come and go by the million: glibc keeps the memory of those that went, which takes a tenth less time, and
-# asks Linux for huge pages, which takes a twentieth less (glibc 2.35; others ignore it).
+# asks Linux for huge pages, which takes a twentieth less or more (glibc 2.35 or later; others ignore it).
 export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TOP_PAD_=16777216
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1"
 if [ -n "$torch" ]; then

@@ -5,6 +5,7 @@ To trace takes most of the time of such a rank.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -41,12 +42,13 @@ FAILED, TRACE_TIMEOUT = b"failed", timedelta(seconds=60)
 def graph_once(module: nn.Module, name: str, settings: Sequence[Any], trace: Callable[[], ModelGraph]) -> ModelGraph:
     """Return the graph of a model for CPUs; of models that print alike, and have alike parameters, one is traced."""
     tensors = (*module.named_parameters(), *module.named_buffers())
-    known = [(path, one.dtype, one.requires_grad) for path, one in tensors]
+    known = [(path, type(one), one.dtype, one.shape, one.stride(), one.requires_grad) for path, one in tensors]
     classes = [(type(part).__module__, type(part).__qualname__, _told(part)) for part in module.modules()]
     key = f"{name} {tuple(settings)} {module} {known} {classes}"
     if key not in GRAPHS:
-        texts = {_text_of(type(part).__module__) for part in module.modules()}
-        shared = None if None in texts else f"{key} {sorted(filter(None, texts))}"
+        texts = {_text_of(one.__module__) for part in module.modules() for one in type(part).__mro__}
+        test_file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]  # others may give it other inputs
+        shared = None if None in texts else f"{test_file} {key} {sorted(filter(None, texts))}"
         GRAPHS[key] = _traced_by_one(key, trace if shared is None else lambda: traced_by_any(shared, trace))
     return GRAPHS[key]
 
@@ -56,10 +58,13 @@ def _text_of(name: str) -> str | None:
 
     Programs and files that tests write have modules of the same names.  Empty for installed packages.
     """
+    if name in sys.builtin_module_names:
+        return ""
     file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
+    try:
+        return "" if "site-packages" in file else sha256(Path(file).read_bytes()).hexdigest()
+    except (OSError, TypeError):  # it has no file, or that is gone
         return None
-    return "" if "site-packages" in file else sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _traced_by_one(key: str, trace: Callable[[], ModelGraph]) -> ModelGraph:

@@ -121,7 +121,10 @@ def print_section(console: Console, title: str, *content: Table | str) -> None:
     """
     console.print(title, style="bold")
     for item in content:
-        if not isinstance(item, str) and (needed := _columns_needed(console, item)) > console.width:
+        if isinstance(item, str):
+            console.print(item)
+            continue
+        if (needed := _columns_needed(console, item)) > console.width:
             item.width = needed
         console.print(item, crop=False)
     console.print()
@@ -131,10 +134,10 @@ def _columns_needed(console: Console, table: Table) -> int:
     """Return how wide a table is at least: columns of numbers whole, and a word of each of the others."""
     from rich.measure import Measurement
 
-    needed = 0
+    needed, options = GAP * (len(table.columns) - 1), console.options.update(max_width=WIDEST)
     for column in table.columns:
-        cells = [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
-        needed += max(cell.maximum if column.no_wrap else min(cell.minimum, WORD) for cell in cells) + GAP
+        cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+        needed += max(cell.maximum if column.no_wrap else min(cell.minimum, WORD) for cell in cells)
     return needed
 
 

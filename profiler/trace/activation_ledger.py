@@ -392,7 +392,8 @@ class Ledger:
             return tensor
         if self.block is not None:
             self.executions[self.block].saves = True
-        storage = self.live.get(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():  # autograd calls this below the modes of the model
+            storage = self.live.get(tensor.untyped_storage()._cdata)
         if storage is not None and self.block not in storage.savers:
             # The node that saves was made just before, and may precede the op that starts its call.
             self._saves.append((storage, next_number() - 1, self.block))

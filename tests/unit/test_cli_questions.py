@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import command_line
 import pytest
 from command_line import Cli
 
@@ -42,7 +43,9 @@ def test_a_frontier_in_json_has_every_limit(cli: Cli, monkeypatch: pytest.Monkey
     assert 492.2 * MIB / 0.985 < rows[0]["needed_bytes"] <= 502 * MIB
     assert "which peaks in" in rows[0]["why"]
     # Each is what a search of its own prints, with options of its own.
-    monkeypatch.setattr("planner.search.search.Space", Space)
+    monkeypatch.setattr(command_line, "FOUND", {})
+    for module in ("planner.search.search", "osdp.planning.request"):
+        monkeypatch.setattr(f"{module}.Space", Space)
     alone = cli.json(*TINY, "--mem", "502MB", "--best")
     for key in ("micro_batch", "predicted", "choices", "recomputed_blocks", "baselines", "limit_bytes"):
         assert rows[1][key] == alone[key]

@@ -1,4 +1,4 @@
-"""Commands of one test process plan a question once: nothing fails where they do not, and all take twice as long."""
+"""Commands of one test process plan a question once: where they do not, nothing fails, and all take longer."""
 
 from __future__ import annotations
 
