@@ -12,5 +12,5 @@ def set_aside() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # from 700: small graphs of long-lived objects are looked through again and again
+    gc.set_threshold(10_000)  # from 700: small graphs of long-lived objects are looked through again and again
     gc.get_freeze_count = lambda: 1

@@ -188,7 +188,7 @@ def _environment(rank: int, world_size: int, ranks_per_node: int, port: int) -> 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
-        **{name: os.environ[name] for name in ("PYTEST_CURRENT_TEST",) if name in os.environ},
+        "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""),
     }
 
 

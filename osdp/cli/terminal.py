@@ -115,19 +115,21 @@ def make_table(*columns: str) -> Table:
 
 
 def print_section(console: Console, title: str, *content: Table | str) -> None:
-    """Print a headline, what is under it, and an empty line.
-
-    A table whose figures have no room is wider than the console: none of them is cut or left out.
-    """
+    """Print a headline, what is under it, and an empty line."""
     console.print(title, style="bold")
     for item in content:
         if isinstance(item, str):
             console.print(item)
-            continue
-        if (needed := _columns_needed(console, item)) > console.width:
-            item.width = needed
-        console.print(item, crop=False)
+        else:
+            print_table(console, item)
     console.print()
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; one whose figures have no room is wider than the console: none of them is cut or left out."""
+    if (needed := _columns_needed(console, table)) > console.width:
+        table.width = needed
+    console.print(table, crop=False)
 
 
 def _columns_needed(console: Console, table: Table) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from osdp.cli import terminal
 from osdp.cli.terminal import NARROWEST, make_console, make_table, print_section
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -84,3 +88,11 @@ def test_a_table_of_just_the_width_is_printed_as_it_is(width: int) -> None:
     """60 letters, a gap of 2 and 8 letters: no line is wider than the table."""
     lines = printed(width, ["=name", ">time"], [["n" * 60, "12345 us"]])
     assert max(map(len, lines)) == 70
+
+
+def test_every_report_prints_its_tables_so() -> None:
+    reports = Path(terminal.__file__).parent / "reports"
+    direct = [
+        file.name for file in reports.glob("*.py") if re.search(r"console\.print\(\w*table\w*\)", file.read_text())
+    ]
+    assert direct == []

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from osdp.cli.terminal import make_table, print_section
+from osdp.cli.terminal import make_table, print_section, print_table
 from osdp.doctor import Check
 
 
@@ -24,7 +24,7 @@ def print_doctor(console: Console, found: Sequence[Check]) -> None:
     table = make_table("=check", "=", "found")
     for check in found:
         table.add_row(check.name, _word(check), check.found)
-    console.print(table)
+    print_table(console, table)
     advice = make_table("=for", "try")
     for check in found:
         if not check.is_well:

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from osdp.cli.reports.figures import figures_of, format_parameters, format_rate
-from osdp.cli.terminal import make_table, print_section
+from osdp.cli.terminal import make_table, print_section, print_table
 from osdp.zoo import cluster_names, load_cluster, model_card, model_names
 from profiler.byte_sizes import format_bytes
 
@@ -14,7 +14,7 @@ def print_models(console: Console) -> None:
         card = model_card(name)
         parameters = "" if card.parameters is None else format_parameters(card.parameters)
         table.add_row(name, parameters, str(card.sequence_length), card.description)
-    console.print(table)
+    print_table(console, table)
     console.print()
     console.print("Also accepted: path/to/model.yaml, package.module:factory, hf:path/to/config.json")
 
@@ -36,6 +36,6 @@ def print_clusters(console: Console, name: str | None, sources: bool) -> None:
         memory = format_bytes(cluster.device.memory_bytes.value)
         ranks = f"{cluster.nodes} x {cluster.gpus_per_node}"
         table.add_row(spec, ranks, memory, intra, inter, cluster.description)
-    console.print(table)
+    print_table(console, table)
     console.print()
     console.print("Memory per device; bus bandwidth per rank. --sources lists where each figure comes from.")
