@@ -34,6 +34,9 @@ unset PYTHONDONTWRITEBYTECODE
 # asks Linux for huge pages, which takes a twentieth less or more (glibc 2.35 or later; others ignore it).
 export MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TOP_PAD_=16777216
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1"
+# PyTorch asks for the name of each peer of a store. Where the name server leaves some questions unanswered, a start of
+# ranks waits 5 s for it now and then: here, one.
+export RES_OPTIONS="${RES_OPTIONS:+$RES_OPTIONS }timeout:1"
 if [ -n "$torch" ]; then
     stage pytest -n auto --dist loadfile --no-loadscope-reorder --durations=50 tests/gloo tests/unit/test_memory*.py \
         tests/unit/test_torch_tracker.py tests/unit/test_verify_command.py tests/unit/test_training_launch.py "$@"
