@@ -110,7 +110,7 @@ class Mixture(nn.Module):
 
 def made() -> tuple[nn.Module, Callable[[int], Tensor]]:
     """Return a mixture of experts and a function that makes its input."""
-    return Mixture(32, 256, 4, 2, "hit", layers=2), lambda batch: torch.randn(batch, 64, 32)
+    return Mixture(32, 256, 4, 2, "hit"), lambda batch: torch.randn(batch, 64, 32)
 
 
 class InTurn(TorchDispatchMode):

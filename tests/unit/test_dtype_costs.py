@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,7 @@ from planner.model.fsdp_units import units_of
 from planner.model.stages import cut
 from planner.optimizers import OPTIMIZERS
 from planner.strategies.spec import Strategy
-from profiler.model_graph import Parameter
+from profiler.model_graph import ModelGraph, Parameter
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -132,8 +132,8 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
-        self.blocks = nn.ModuleList(ConvBlock(64) for _ in range(3))
+        self.stem, self.head = nn.Conv2d(3, 32, 3, padding=1), nn.Linear(32, 10)
+        self.blocks = nn.ModuleList(ConvBlock(32) for _ in range(3))
         self.register_buffer("mean", torch.zeros(3, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,6 +184,14 @@ MODELS: dict[str, ModelSource] = {
     "mixed": ModelSource("mixed", lambda: Net(mixed, torch.float32), tokens, 64),
     "convolutions": ModelSource("convolutions", ConvNet, images, 1),
 }
+
+
+@cache
+def graph_of(name: str, precision: str, master_weights: str = "") -> ModelGraph:
+    """Return what the tracer makes of a model."""
+    return trace_model(MODELS[name], precision, "cpu", master_weights=master_weights)
+
+
 CHAINS = sorted(MODELS.keys() - {"convolutions"})
 
 
@@ -196,7 +204,7 @@ def test_a_strategy_holds_what_is_predicted(name: str, strategy: str) -> None:
     if THOROUGH:
         combinations = list(product((0, 1), (0, 1), (1, 2)))
     for is_bf16, has_master, accumulation in combinations:
-        graph = trace_model(MODELS[name], ("fp32", "bf16")[is_bf16], "cpu", master_weights=("", "fp32")[has_master])
+        graph = graph_of(name, ("fp32", "bf16")[is_bf16], ("", "fp32")[has_master])
         choices, machine = {operator.name: strategy for operator in graph.operators}, cluster(1, 4)
         plan = plan_of(graph, machine, choices, micro_batch=2, accumulation=accumulation)
         assert -0.01 <= compare(plan, MODELS[name], graph, machine).error <= 0.01
@@ -207,14 +215,14 @@ def test_a_strategy_holds_what_is_predicted(name: str, strategy: str) -> None:
     some([*product(("shard", "shard_grad", "group_shard:2", "owner", "replicate"), ("fp32", "bf16"))], 3),
 )
 def test_convolutions_with_batch_norm_and_a_buffer(strategy: str, precision: str) -> None:
-    graph, machine = trace_model(MODELS["convolutions"], precision), cluster(1, 4)
+    graph, machine = graph_of("convolutions", precision), cluster(1, 4)
     plan = plan_of(graph, machine, {operator.name: strategy for operator in graph.operators}, micro_batch=2)
     assert -0.01 <= compare(plan, MODELS["convolutions"], graph, machine).error <= 0.01
 
 
 @pytest.mark.parametrize("strategy", ["odc:4", "odc_ordered:4"])
 def test_windows_of_a_model_in_bf16(strategy: str) -> None:
-    graph, machine = trace_model(MODELS["bf16"]), cluster(1, 4)
+    graph, machine = graph_of("bf16", "fp32"), cluster(1, 4)
     plan = plan_of(graph, machine, {operator.name: strategy for operator in graph.operators}, micro_batch=2)
     assert -0.01 <= compare(plan, MODELS["bf16"], graph, machine).error <= 0.03
 
@@ -224,7 +232,7 @@ def test_units_are_cut_by_dtype_and_by_what_mixed_precision_casts() -> None:
     shard, copy = Strategy("shard", 4), Strategy("replicate", 1)
 
     def units(name: str, precision: str, strategy: Strategy, block: str = "blocks.0.") -> list[set[str]]:
-        graph = trace_model(MODELS[name], precision)
+        graph = graph_of(name, precision)
         found = units_of(cut(graph), dict.fromkeys(range(len(graph.operators)), (strategy,)))
         named = [{graph.operators[index].name for index in unit.operators} for unit in found]
         return [one for one in named if any(each.startswith(block) for each in one)]

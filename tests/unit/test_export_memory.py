@@ -24,7 +24,7 @@ from runtime.torch_compat import no_modes
 
 FAMILIES = ("gpt2", "llama", "bert", "uneven")
 PLANS = range(40 if THOROUGH else 4)
-VOCABULARY, LENGTH = 512, 128
+VOCABULARY, LENGTH = 512, 32
 
 
 class Exported(WrappedUnit):
