@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from synthetic import cluster
 from torch import Tensor, nn
 from trace_models import source
 
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
 WIDTH = 4096
@@ -59,7 +62,7 @@ class Stack(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(layer(), nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, WIDTH)) for _ in range(6)
+            nn.Sequential(layer(), nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, WIDTH)) for _ in range(4)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,11 +72,17 @@ class Stack(nn.Module):
         return x.float().sum()
 
 
+@cache
+def traced(name: str) -> tuple[ModelSource, ModelGraph]:
+    """Return a model and its graph."""
+    model = source(lambda: Stack(LAYERS[name]), (4,))
+    return model, trace_model(model)
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_recomputed_block_holds_the_buffers_that_it_changes_twice(name: str, recomputes: bool) -> None:
-    model = source(lambda: Stack(LAYERS[name]), (4,))
-    graph = trace_model(model)
+    model, graph = traced(name)
     again = [block.name for block in graph.blocks] if recomputes else []
     plan = plan_of(graph, cluster(1, 4), {one.name: "shard" for one in graph.operators}, again, micro_batch=4)
     error = compare(plan, model, graph, cluster(1, 4), with_data=True).error

@@ -245,7 +245,7 @@ def test_a_model_that_ends_with_a_block_bounds_what_replicas_can_hold() -> None:
 
 @settings(max_examples=draws(8), deadline=None)
 @given(
-    st.integers(2, 5),
+    st.integers(2, 4),
     st.integers(1, 2),
     st.booleans(),
     st.booleans(),

@@ -64,7 +64,7 @@ CASES = [
     # What a head that runs last prefetches is not unsharded yet, and comes in two phases.
     Case("hierarchical", family="bert", vocabulary=8192, shape=(2, 4), length=64),
     # A decoder's block holds its part of the gradient of the encoder's output until its own backward ends.
-    Case("shard", family="uneven", vocabulary=64, shape=(2, 4), recompute=1, micro_batch=1, optimizer="sgd"),
+    Case("shard", family="uneven", shape=(2, 4), recompute=1, micro_batch=1, optimizer="sgd"),
 ]
 """Unless thorough, every fourth, of every strategy one."""
 
@@ -104,8 +104,9 @@ def test_no_rank_holds_more_than_the_fullest() -> None:
 def test_the_last_rank_of_a_shard_holds_less_than_the_first() -> None:
     """512 positions and the like divide by 3 with a rest, which the last rank does without."""
     case = Case("shard", shape=(1, 3), length=64)
-    first, last = (sum(case.compare(rank).tracked.values()) for rank in (0, 2))
-    assert last < first <= 1.002 * sum(case.compare().predicted.values())
+    first, last = (case.compare(rank) for rank in (0, 2))
+    assert first.predicted == last.predicted
+    assert sum(last.tracked.values()) < sum(first.tracked.values()) <= 1.002 * sum(first.predicted.values())
 
 
 def test_what_rests_between_steps() -> None:

@@ -68,8 +68,8 @@ def test_prediction_is_what_the_runtime_holds(case: Case) -> None:
 def test_slices_are_gathered_one_at_a_time() -> None:
     """A head of 8192 x 256 in fp32 is 8 MiB; of its four slices one is unsharded, and one is gathered beside it."""
     whole, split = (
-        Case("shard", (("lm_head", choice), ("norm", "shard_grad")), family="llama", vocabulary=8192).compare()
-        for choice in ("shard", "split(4*shard)")
+        Case("shard", (("lm_head", one), ("norm", "shard_grad")), family="llama", vocabulary=8192, length=64).compare()
+        for one in ("shard", "split(4*shard)")
     )
     head, norm = 8 * 2**20, 4 * 256
     assert whole.tracked["unsharded_parameters"] in (head, head + norm)

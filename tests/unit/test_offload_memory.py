@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", some(CASES, 11), ids=lambda one: f"{one.choice}-{one.precision}-{one.accumulation}")
+@pytest.mark.parametrize("case", some(CASES, 13), ids=lambda one: f"{one.choice}-{one.precision}-{one.accumulation}")
 def test_plans_hold_what_is_predicted(case: Case) -> None:
     assert abs(case.compare().error) < 0.01
 

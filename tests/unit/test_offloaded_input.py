@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from osdp.cli.reports.verdict import verdict
+from osdp.planning.named_model import NamedModel, TraceSettings
 from osdp.planning.request import Request, plan_graph
-from osdp.zoo import load_cluster, load_model
+from osdp.zoo import load_cluster
 from planner.cost.peak_memory import peak_memory
 from planner.cost.step_time import step_time
 from planner.cost.workload import Workload
@@ -31,7 +32,6 @@ from planner.search.search import search
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, ModelGraph, Recompute
-from profiler.trace.trace import trace_model
 from runtime.compile_plan import compile_plan
 from runtime.strategies import offloaded_input
 from runtime.strategies.activation_checkpointing import _with_device
@@ -201,7 +201,7 @@ def test_it_is_offered_where_nothing_else_takes_the_link() -> None:
 
 def test_a_tight_plan_of_the_zoo_offloads_and_says_so() -> None:
     on = load_cluster("h100-8")
-    graph = trace_model(load_model("gpt2-1.5b"), "bf16", "cuda")
+    graph = NamedModel("gpt2-1.5b").traced(TraceSettings("bf16", "cuda")).graph
     planned = plan_graph(graph, on, Request(6 * GIB))
     plan = planned.plan
     assert len(plan.offloaded_blocks) > 24

@@ -145,17 +145,19 @@ def tracked_peaks(source: ModelSource, batch: int) -> tuple[int, int]:
     return forward - own, whole - own
 
 
-@pytest.mark.parametrize("case", [case for case in MEMORY_CASES if THOROUGH or case != "encoder-decoder"])
+CASES = {**MEMORY_CASES, "wide mlp": source(lambda: MLP(256, 1024, 512, 256), (128, 256))}
+"""The wide one of fewer rows: at a micro-batch of 12 they are still most of what it holds."""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if THOROUGH or case != "encoder-decoder"])
 def test_peaks_agree_with_torchs_memory_tracker(case: str) -> None:
     """Never below, and within 1 % and a rounding; at a micro-batch of 1 torch may do with less than the line says.
 
     Unless thorough, of the encoder-decoder only with dropout, which does all that it does without.
     """
-    graph = trace_model(MEMORY_CASES[case])
+    graph = trace_model(CASES[case])
     for batch, tolerance in ((1, 0.1), (12, 0.01)):
-        for traced, tracked in zip(
-            predicted_peaks(graph, batch), tracked_peaks(MEMORY_CASES[case], batch), strict=True
-        ):
+        for traced, tracked in zip(predicted_peaks(graph, batch), tracked_peaks(CASES[case], batch), strict=True):
             assert tracked <= traced <= (1 + tolerance) * tracked + ALLOCATION_BYTES
 
 
