@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
@@ -18,7 +20,7 @@ from osdp.training.config import TrainConfig
 from osdp.training.job import model_and_task
 from planner.strategies.registry import known_strategies
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine
+from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -72,12 +74,19 @@ ALL = [str(strategy) for strategy in known_strategies(MACHINE)]
 FEW = ["replicate", "shard", "shard_grad", "group_shard:2", "secondary_shard:4", "owner", "odc:8", "shard+offload"]
 
 
+MODELS = {"tied and alike": frozen(language_model(width=64, heads=4, words=256)), "skips": SKIPS}
+
+
+@cache
+def graph_of(model: str) -> ModelGraph:
+    """Return what the tracer makes of one of them."""
+    return trace_model(MODELS[model])
+
+
 @pytest.mark.parametrize("strategy", ALL if THOROUGH else FEW)
-@pytest.mark.parametrize(
-    "model", [frozen(language_model(width=64, heads=4, words=256)), SKIPS], ids=["tied and alike", "skips"]
-)
-def test_memory_of_a_frozen_model_against_dry_runs(strategy: str, model: ModelSource) -> None:
-    graph = trace_model(model)
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_of_a_frozen_model_against_dry_runs(strategy: str, name: str) -> None:
+    model, graph = MODELS[name], graph_of(name)
     plan = plan_of(graph, MACHINE, {operator.name: strategy for operator in graph.operators})
     found = compare(plan, model, graph, MACHINE)
     assert found.tracked_phase == "forward"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
@@ -9,6 +11,8 @@ from synthetic import cluster
 from torch import nn
 from trace_models import source
 
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
 
@@ -34,6 +38,13 @@ class Changes(nn.Sequential):
         return super().forward(x).square().mean()
 
 
+@cache
+def changes() -> tuple[ModelSource, ModelGraph]:
+    """Return the model and its graph."""
+    model = source(Changes, (64, 32))
+    return model, trace_model(model)
+
+
 @pytest.mark.parametrize(
     ("up", "down", "recomputes"),
     [
@@ -47,8 +58,7 @@ class Changes(nn.Sequential):
 )
 def test_what_is_changed_in_place_has_no_copy_under_any_plan(up: str, down: str, recomputes: bool) -> None:
     """Whether a layer is wrapped alone, with its block, or not at all: 0.5 MiB of 1.1 to 2.3."""
-    model = source(Changes, (64, 32))
-    graph = trace_model(model)
+    model, graph = changes()
     choices = {operator.name: up if operator.name.endswith("up") else down for operator in graph.operators}
     again = {block.name for block in graph.blocks} if recomputes else ()
     found = compare(plan_of(graph, cluster(1, 8), choices, again, micro_batch=8), model, graph, cluster(1, 8))

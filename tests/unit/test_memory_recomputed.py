@@ -121,17 +121,17 @@ class Shifted(nn.Module):
 
 
 class Shifts(nn.Module):
-    """Parts of four blocks which share what they add, as encoder and decoder of T5 have a bias each."""
+    """Parts of three blocks which share what they add, as encoder and decoder of T5 have a bias each."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Shifted() for _ in range(4 * parts))
+        self.blocks = nn.ModuleList(Shifted() for _ in range(3 * parts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, 128, 64) -> a loss."""
-        for start in range(0, len(self.blocks), 4):
+        for start in range(0, len(self.blocks), 3):
             shift = torch.cat([x.detach()] * 4, 1)[:, : x.shape[1]]  # which holds all four
-            for block in self.blocks[start : start + 4]:
+            for block in self.blocks[start : start + 3]:
                 x = block(x, shift)
         return x.square().mean()
 
@@ -144,9 +144,9 @@ def test_what_blocks_share_is_kept_only_for_those_of_them_that_run_again(strateg
     model = source(lambda: Shifts(parts), (128, 64))
     graph = trace_model(model)
     choices, names, hidden = {o.name: strategy for o in graph.operators}, [b.name for b in graph.blocks], 4 * 128 * 64
-    assert [c.sharers for c in graph.calls if c.sharers] == [tuple(range(n, n + 4)) for n in range(0, 4 * parts, 4)]
+    assert [c.sharers for c in graph.calls if c.sharers] == [tuple(range(n, n + 3)) for n in range(0, 3 * parts, 3)]
     assert [c.shared_bytes(1) for c in graph.calls if c.sharers] == [4 * hidden] * parts
-    for again in ([], names[:4], names[4:8], names[1:2], names):
+    for again in ([], names[:3], names[3:6], names[1:2], names):
         plan = plan_of(graph, cluster(1, 4), choices, again, micro_batch=8)
         found = compare(plan, model, graph, cluster(1, 4))
         most = 0.005 if parts == 2 or len(again) in (0, len(names)) else 0.9

@@ -163,11 +163,17 @@ class Twice(nn.Module):
         return torch.stack(states).mean(0).square().mean()
 
 
+@cache
+def twice() -> tuple[ModelSource, ModelGraph]:
+    """Return the model and its graph."""
+    model = source(Twice, (64, 32))
+    return model, trace_model(model)
+
+
 @pytest.mark.parametrize("strategy", ["shard", "group_shard:2", "replicate"])
 def test_gradients_leave_a_block_that_runs_twice_one_by_one(strategy: str) -> None:
     """As it is no unit: the gradient of an input is added to that of its other uses at once: 64 KiB of 1.4 MiB."""
-    model = source(Twice, (64, 32))
-    graph = trace_model(model)
+    model, graph = twice()
     choices = {operator.name: strategy for operator in graph.operators}
     plan = plan_of(graph, cluster(1, 8), choices, micro_batch=8, optimizer="sgd")
     assert abs(compare(plan, model, graph, cluster(1, 8)).error) <= 0.002
@@ -208,6 +214,13 @@ HIDDEN = 4 * 64 * 32
 RESIDUALS = "none", "plain", "product"
 
 
+@cache
+def rejoined(block: type[nn.Module], residual: str) -> tuple[ModelSource, ModelGraph]:
+    """Return a model and its graph."""
+    model = source(lambda: Rejoined(block, residual), (64, 32))
+    return model, trace_model(model)
+
+
 @pytest.mark.parametrize(("block", "residual"), some([*product([Kept, Added], RESIDUALS)], 2))
 def test_gradients_of_what_a_block_shares_leave_it_together_only_if_it_is_one_unit(
     block: type[nn.Module], residual: str
@@ -218,8 +231,7 @@ def test_gradients_of_what_a_block_shares_leave_it_together_only_if_it_is_one_un
     predicted 7.9 % too low.  Where the model's has a tensor of its own, it is one less from then on.  With --thorough
     each model under all plans, else each of them under a third.
     """
-    model = source(lambda: Rejoined(block, residual), (64, 32))
-    graph = trace_model(model)
+    model, graph = rejoined(block, residual)
     pairs = ("shard", "shard"), ("shard", "shard_grad"), ("shard_grad", "owner"), ("replicate", "replicate")
     for names, recomputes in some([*product(pairs, (False, True))], 3, RESIDUALS.index(residual)):
         choices = {o.name: names[o.name.endswith("down")] for o in graph.operators}
@@ -230,7 +242,7 @@ def test_gradients_of_what_a_block_shares_leave_it_together_only_if_it_is_one_un
 
 def test_what_a_sum_of_gradients_that_is_made_at_once_adds_and_takes() -> None:
     """As a block runs again there are its input and the gradients of its output and of its input from around it."""
-    graphs = {kind: trace_model(source(lambda kind=kind: Rejoined(Kept, kind), (64, 32))) for kind in ("none", "plain")}
+    graphs = {kind: rejoined(Kept, kind)[1] for kind in ("none", "plain")}
     assert all(call.apart is None for call in graphs["none"].calls)
     assert all(block.apart_rerun is None for block in graphs["none"].blocks)
     for block in graphs["plain"].blocks:
@@ -238,7 +250,7 @@ def test_what_a_sum_of_gradients_that_is_made_at_once_adds_and_takes() -> None:
         found = [block.runs_again(Recompute.EVERYTHING, is_whole=whole).start_bytes for whole in (True, False)]
         assert [one.per_sample for one in found] == [2 * HIDDEN, 3 * HIDDEN]
 
-    graph = trace_model(source(lambda: Rejoined(Added, "product"), (64, 32)))
+    graph = rejoined(Added, "product")[1]
     for block in graph.blocks:
         up = graph.calls[block.first_call]
         # The input, what `tanh` returned, and its gradient; the gradients of both residuals, or their sum.

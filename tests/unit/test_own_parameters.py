@@ -40,7 +40,7 @@ class Stack(nn.Module):
         super().__init__()
         self.place, self.use = place, use
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(has_own=has_own) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(has_own=has_own) for _ in range(3))
         if place == "root":
             self.matrix = nn.Parameter(torch.randn(32, WIDTH))
         else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
-from thoroughness import some
+from thoroughness import THOROUGH, some
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -23,8 +23,9 @@ LAYERS: dict[str, Any] = {
     "gru": nn.GRU,
     "lstm": nn.LSTM,
 }
-STEPS = 4
-"""Of a dry run: a first, a last and two between, of so many samples that hardly anything else is held."""
+STEPS, MICRO_BATCH = (12, 256) if THOROUGH else (4, 768)
+"""Of a dry run: as many time steps in all, and so many that hardly anything else is held; of each sample a first, a
+last and two between are enough."""
 OPTIONS: list[dict[str, Any]] = [
     {"num_layers": layers, "bidirectional": both, "bias": bias, "batch_first": first, **projected}
     for layers, both, bias, first in product((1, 2), (False, True), (True, False), (True, False))
@@ -109,7 +110,7 @@ def test_a_dry_run_holds_what_is_predicted(model: str, device_type: str) -> None
     """With the kernels of the plan's devices.  A CPU of the test machine computes, where it can."""
     source = ModelSource(model, MODELS[model], lambda module, batch: ((torch.randn(batch, STEPS, 32),), {}), STEPS)
     graph, machine = trace_model(source, device_type=device_type), cluster(1, 2)
-    plan = plan_of(graph, machine, {operator.name: "shard" for operator in graph.operators}, micro_batch=768)
+    plan = plan_of(graph, machine, {operator.name: "shard" for operator in graph.operators}, micro_batch=MICRO_BATCH)
     with_data = device_type == "cpu"
     found = compare(plan, source, graph, machine, with_data=with_data, device_type=device_type)
     assert -0.002 <= found.error <= 0.03, found
