@@ -171,7 +171,7 @@ def _fits(candidates: CandidateSet, picks: Sequence[int], limit: float) -> bool:
 def test_owners_that_do_not_fit_are_not_in_the_bound(
     ranks: int, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, machine = transformer(4, 512, tied=False), cluster(1, ranks, intra=5e9)
+    graph, machine = transformer(3, 512, tied=False), cluster(1, ranks, intra=5e9)
     loads = (Workload(machine, "adam", "fp32", 1),)
     limit = int(factor * smallest_of(Space(graph), loads, float("inf")).peak.total_bytes) + 1
     found = search(Task(graph, machine, limit, micro_batch=1))
@@ -184,7 +184,7 @@ def test_owners_that_do_not_fit_are_not_in_the_bound(
 
 
 def test_a_rank_that_steps_what_it_owns_for_longer_is_in_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, machine = transformer(4, 1024, tied=False), replace(cluster(1, 8, intra=2e9), host=HOST)
+    graph, machine = transformer(3, 1024, tied=False), replace(cluster(1, 8, intra=2e9), host=HOST)
     loads = (Workload(machine, "adam", "fp32", 1),)
     limit = int(1.35 * smallest_of(Space(graph), loads, float("inf")).peak.total_bytes) + 1
     found = search(Task(graph, machine, limit, micro_batch=1))

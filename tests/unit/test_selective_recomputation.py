@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
-from rehearsals import Case, graph_of
+from rehearsals import Case, Compared, graph_of
 from synthetic import cluster
 from thoroughness import some
 from torch import Tensor, nn
@@ -223,22 +224,28 @@ CASES = [
 ]
 
 
+@cache
+def compared(case: Case) -> Compared:
+    """Return what a plan was predicted to hold, and held."""
+    return case.compare()
+
+
 @pytest.mark.parametrize("case", some(CASES, 2), ids=str)
 def test_memory_is_what_a_dry_run_holds(case: Case) -> None:
-    assert -0.005 <= case.compare().error <= 0.03
+    assert -0.005 <= compared(case).error <= 0.03
 
 
 def test_it_holds_more_than_whole_recomputation_and_less_than_none() -> None:
     nothing, some, every = (
-        sum(Case("shard", micro_batch=4, **again).compare().tracked.values())
-        for again in ({}, {"selective": 1}, {"recompute": 1})
+        sum(compared(case).tracked.values())
+        for case in (Case("shard"), Case("shard", selective=1), Case("shard", recompute=1))
     )
     assert every < some < nothing
 
 
 def test_every_block_of_the_zoo_can_be_recomputed_selectively() -> None:
     for family in ("gpt2", "llama", "bert", "uneven"):
-        assert all(block.selective_rerun for block in graph_of(family, 512, 128, "fp32").blocks)
+        assert all(block.selective_rerun for block in graph_of(family, 512, 32, "fp32").blocks)
 
 
 def test_a_block_with_split_operators_is_refused() -> None:
