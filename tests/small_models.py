@@ -216,8 +216,15 @@ MODELS: dict[str, Callable[[], ModelSource]] = {
     "bf16, fp32, fp64, 0-d": partial(source_of, ManyDtypes, lambda batch: (torch.randn(batch, WIDTH),)),
 }
 
+SHALLOW = {
+    "T5ForConditionalGeneration, shallow": partial(
+        hugging_face, "T5ForConditionalGeneration", num_layers=2, num_decoder_layers=1
+    )
+}
+"""Of `MODELS`, with a decoder of one layer: two layers that hand on their biases of positions are in the encoder."""
+
 
 @cache
 def model(name: str) -> ModelSource:
     """Return a model."""
-    return MODELS[name]()
+    return {**MODELS, **SHALLOW}[name]()

@@ -14,18 +14,18 @@ import pytest
 import torch
 from computed_weights import WIDTH, build
 from ranks import run_ranks
-from thoroughness import some
+from thoroughness import STEPS, some
 from torch import Tensor, nn
 
 from osdp.api import OSDP
 from profiler.errors import OsdpError
 
 STRATEGIES = ("replicate", "shard", "shard_grad", "owner", "odc:2", "shard recompute", "owner recompute")
-STEPS = 3
+BATCH = 4
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
 
 
 def trained_alone(kind: str) -> list[tuple[list[float], dict[str, Tensor]]]:
@@ -63,7 +63,7 @@ def train(rank: int, kind: str, strategy: str, how: str) -> list[tuple[float, di
     if how == "module" and kind == "spectral_normed":
         torch.manual_seed(0)
         given.load_state_dict(build(kind).state_dict())  # its vectors are as new
-    model = OSDP(given, {"pins": pins}, example_inputs=lambda count: torch.randn(count, WIDTH))
+    model = OSDP(given, {"pins": pins, "micro_batch": BATCH}, example_inputs=lambda count: torch.randn(count, WIDTH))
     gc.collect()
     if strategy.startswith(("shard", "odc")):
         assert not [name for name, one in before.items() if one() is not None], (kind, strategy)
@@ -100,7 +100,11 @@ def test_they_train_as_in_one_process() -> None:
 
 
 def read_before_computed(rank: int) -> None:
-    model = OSDP(build("weight_normed"), {"pins": ["*=shard"]}, example_inputs=lambda count: torch.randn(count, WIDTH))
+    model = OSDP(
+        build("weight_normed"),
+        {"pins": ["*=shard"], "micro_batch": BATCH},
+        example_inputs=lambda count: torch.randn(count, WIDTH),
+    )
     weight = model.module.blocks[0].up.weight
     assert weight.shape == (2 * WIDTH, WIDTH)
     with pytest.raises(OsdpError, match=r"`blocks\.0\.up\.weight` is read before"):

@@ -34,9 +34,12 @@ from one_process import (
     schedule_of,
 )
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from toys import refusal
+
+from osdp.models.config import GPT2Config
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs Lightning: pip install -e '.[lightning]'"
@@ -294,14 +297,20 @@ def run_example(name: str, *arguments: object) -> str:
     return printed.getvalue()
 
 
+def shallow(**sizes: int) -> GPT2Config:
+    """Stand in for the sizes in the examples: of their layers, two."""
+    return GPT2Config(**{**sizes, "layers": 2})
+
+
 def run_examples(folder: Path) -> list[str]:
     """Return what the examples print; that of Trainer goes on where it has stopped."""
     kept = ("--folder", folder / "example")
-    return [
-        run_example("lightning_trainer.py", "--epochs", 1, *kept),
-        run_example("lightning_trainer.py", "--epochs", 2, *kept, "--resume", folder / "example" / "epoch=0.ckpt"),
-        run_example("lightning_fabric.py", "--epochs", 2, "--save", folder / "example.ckpt"),
-    ]
+    with contextlib.nullcontext() if THOROUGH else mock.patch("osdp.models.config.GPT2Config", shallow):
+        return [
+            run_example("lightning_trainer.py", "--epochs", 1, *kept),
+            run_example("lightning_trainer.py", "--epochs", 2, *kept, "--resume", folder / "example" / "epoch=0.ckpt"),
+            run_example("lightning_fabric.py", "--epochs", 2, "--save", folder / "example.ckpt"),
+        ]
 
 
 def everything(rank: int, folder: Path) -> Any:

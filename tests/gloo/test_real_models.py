@@ -11,8 +11,8 @@ from thoroughness import THOROUGH
 
 SAMPLE = [
     ("DebertaForMaskedLM", "mixture"),
-    ("T5ForConditionalGeneration", "recompute"),
-    ("T5ForConditionalGeneration", "bf16"),  # asks a layer of a block for its dtype
+    ("T5ForConditionalGeneration, shallow", "recompute"),
+    ("T5ForConditionalGeneration, shallow", "bf16"),  # asks a layer of a block for its dtype
     ("SwinForImageClassification", "plan"),
     ("nn.LSTM, nn.GRU", "bf16"),
     ("bf16, fp32, fp64, 0-d", "mixture"),

@@ -44,6 +44,8 @@ TRAINED = {"examples/train_gpt2.py": 60, "examples/odc_fsdp1.py": 40, "examples/
 """Steps of the examples that are compared with one process in plain PyTorch; unless thorough, the first `FEWER` are."""
 EVERY, FEWER = 20 if THOROUGH else 5, 10
 """How often their losses are printed; they take no option for either, so that unless thorough a copy is changed."""
+LAYERS = 4 if THOROUGH else 2
+"""Those of the first; the others have two."""
 TUTORIAL, TUTORIAL_OF_TWO = (
     f"cd examples; export PYTHONPATH=.; torchrun {ranks}linear_example/train.py"
     for ranks in ("", "--nproc_per_node 2 ")
@@ -122,8 +124,11 @@ SMALL: dict[str, tuple[str, str]] = {
     f"{TUTORIAL_OF_TWO} --compare --batch_size 8192": (LINEAR, r"^ddp .*^fsdp .*^osdp "),
 }
 """What is put after a command, and what it must say then."""
-SHORTER = {"osdp plan --model gpt2-1.5b --mem 8GB": "--batch 2"}
-"""Further options unless thorough: of this command tests/unit/test_cli.py bounds the memory."""
+SHORTER = {
+    "osdp plan --model gpt2-1.5b --mem 8GB": "--batch 2",
+    "osdp plan --model gpt2-1.5b --mem 8GB --pin 'blocks.*.mlp.up=split(4*shard)'": "--model gpt2-tiny",
+}
+"""Further options unless thorough: of the first tests/unit/test_cli.py bounds the memory; its model is the second's."""
 ALIKE = (
     "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups",
     "sh scripts/script_gpt2_training.sh --fsdp_type FSDP",
@@ -159,6 +164,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for program, steps in TRAINED.items():
         text = (ROOT / program).read_text()
         changes = {f"range(1, {steps + 1})": f"range(1, {FEWER + 1})", "step % 20 ": f"step % {EVERY} "}
+        changes |= {"layers=4": f"layers={LAYERS}"} if program == "examples/train_gpt2.py" else {}
         assert all(text.count(whole) == 1 for whole in changes)
         for whole, part in changes.items() if not THOROUGH else ():
             text = text.replace(whole, part)
@@ -284,7 +290,7 @@ def test_an_example_trains_what_one_process_trains(program: str, checkout: Path)
     text = torch.tensor(list((checkout / program).read_bytes()))
     steps = TRAINED[program] if THOROUGH else FEWER
     if program == "examples/train_gpt2.py":
-        wanted = reference(text, 4, steps, lambda generator: 1)
+        wanted = reference(text, LAYERS, steps, lambda generator: 1)
     else:
         wanted = reference(text, 2, steps, lambda generator: int(torch.randint(1, 4, (), generator=generator)))
     assert losses == pytest.approx(wanted, abs=1e-3)  # of which the print rounds away half
