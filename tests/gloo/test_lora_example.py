@@ -70,6 +70,7 @@ def test_adapters_learn_and_the_backbone_is_whole_where_it_fits(tmp_path: Path) 
     assert re.findall(r"step \d+: loss ([\d.]+)", tight) == [f"{loss:.3f}" for loss in losses[: 1 + TIGHT // EVERY]]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, of a property of its own
 def test_the_backbone_is_sharded_in_the_memory_that_the_script_names() -> None:
     """3.0 MiB of backbone and 0.3 of adapters with their states, beside what a CPU rank takes for itself."""
     pytest.importorskip("peft")
