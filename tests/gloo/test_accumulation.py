@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
-from thoroughness import THOROUGH, some
+from thoroughness import some
 from torch import Tensor, nn
 from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
 build = partial(Blocks, "dataclass", frozen=False)
+SAMPLE = build()
+"""What batches and plans are made for."""
 MICRO_BATCHES, FOUR = 3, (2, 2)
 
 
@@ -22,7 +24,7 @@ def losses(model: nn.Module, ranks: Sequence[int], step: int) -> list[Tensor]:
     """Return the loss of every micro-batch of a step, a mean over the given ranks."""
     found = []
     for micro_batch in range(MICRO_BATCHES):
-        batches = [batch_of(build(), rank, 10 * step + micro_batch) for rank in ranks]
+        batches = [batch_of(SAMPLE, rank, 10 * step + micro_batch) for rank in ranks]
         found.append(sum(loss_of(model(*args, **kwargs)) for args, kwargs in batches) / len(batches) / MICRO_BATCHES)
     return found
 
@@ -30,7 +32,7 @@ def losses(model: nn.Module, ranks: Sequence[int], step: int) -> list[Tensor]:
 def counted(model: Any, rank: int, step: int) -> None:
     """Leave it to the plan; evaluate in between, with and without gradients."""
     for micro_batch in range(MICRO_BATCHES):
-        args, kwargs = batch_of(build(), rank, 10 * step + micro_batch)
+        args, kwargs = batch_of(SAMPLE, rank, 10 * step + micro_batch)
         with torch.no_grad():
             model(*args, **kwargs)
         model(*args, **kwargs)  # nothing follows
@@ -44,7 +46,7 @@ def counted(model: Any, rank: int, step: int) -> None:
 def by_hand(model: Any, rank: int, step: int) -> None:
     """Say it by no_sync; backward outside of it counts as its forward did."""
     for micro_batch in range(MICRO_BATCHES):
-        args, kwargs = batch_of(build(), rank, 10 * step + micro_batch)
+        args, kwargs = batch_of(SAMPLE, rank, 10 * step + micro_batch)
         with nullcontext() if micro_batch == MICRO_BATCHES - 1 else model.no_sync():
             loss = loss_of(model(*args, **kwargs)) / MICRO_BATCHES
         loss.backward()
@@ -70,28 +72,30 @@ LOOPS: dict[str, tuple[Callable[..., None], int]] = {
 }
 
 
-def train(rank: int) -> None:
-    """Compare every loop with a single process, over two steps, under all strategies, or under one in turn."""
-    from osdp import OSDP
+def train(rank: int, wanted: dict[str, Tensor]) -> None:
+    """Compare every loop with a single process, over two steps, under all strategies, or under one in turn.
 
-    reference = seeded(build)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    for step in range(2):
-        torch.stack(losses(reference, range(4), step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    wanted = dict(reference.state_dict())
+    What is replicated whole sends one bucket, once per step.
+    """
+    from osdp import OSDP
+    from runtime.observe.collective_log import record_collectives
+
     for number, (name, (loop, accumulation)) in enumerate(LOOPS.items()):
         for strategy in some(("replicate", "shard_grad", "group_shard:2", "owner", "odc:2"), 5, number):
             if strategy == "replicate" and name == "forwards first":
                 continue  # refused, see below
             choices = {"head": "split(owner, replicate)"} if strategy != "replicate" else {}
-            model = OSDP(seeded(build), plan_of(build(), strategy, choices, accumulation=accumulation, ranks=FOUR))
+            model = OSDP(seeded(build), plan_of(SAMPLE, strategy, choices, accumulation=accumulation, ranks=FOUR))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            for step in range(2):
-                loop(model, rank, step)
+            has_buckets = strategy == "replicate" and name in ("counted", "by hand")
+            for step in range(2):  # in the second, DistributedDataParallel has other buckets
+                with record_collectives() if has_buckets and step else nullcontext([]) as record:
+                    loop(model, rank, step)
                 optimizer.step()
                 optimizer.zero_grad()
+            if has_buckets:
+                buckets = [one.size_bytes for one in record if one.operation == "all_reduce"]
+                assert buckets == [4 * 317], f"{name}: one bucket of all parameters"
             got = model.full_state_dict(rank0_only=False)
             try:
                 torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
@@ -100,7 +104,13 @@ def train(rank: int) -> None:
 
 
 def test_every_loop_trains_as_one_process() -> None:
-    run_ranks(train, 4, ranks_per_node=2)
+    alone = seeded(build)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for step in range(2):
+        torch.stack(losses(alone, range(4), step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run_ranks(train, 4, dict(alone.state_dict()), ranks_per_node=2)
 
 
 def count(rank: int) -> None:
@@ -109,22 +119,15 @@ def count(rank: int) -> None:
     from runtime.observe.collective_log import record_collectives
 
     for loop, accumulation in (LOOPS["counted"], LOOPS["by hand"], LOOPS["forwards first"]):
-        for strategy in ("replicate", "group_shard:2"):
-            if strategy == "replicate" and (loop is forwards_first or (loop is by_hand and not THOROUGH)):
-                continue
-            choices = {"head": "shard"} if strategy == "group_shard:2" else {}
-            model = OSDP(seeded(build), plan_of(build(), strategy, choices, accumulation=accumulation, ranks=FOUR))
-            for step in range(2):
-                with record_collectives() as record:
-                    loop(model, rank, step)
-            sent = Counter(one.operation for one in record if len(one.ranks) > 1)
-            units = [unit for unit in model.schedule.units if unit.strategy.name == "group_shard"]
-            if strategy == "replicate":
-                buckets = [one.size_bytes for one in record if one.operation == "all_reduce"]
-                assert buckets == [4 * 317], "one bucket of all parameters"
-            else:
-                assert sent["all_reduce"] == len(units) == 2
-                assert sent["reduce_scatter"] == MICRO_BATCHES * len(model.schedule.units)
+        plan = plan_of(SAMPLE, "group_shard:2", {"head": "shard"}, accumulation=accumulation, ranks=FOUR)
+        model = OSDP(seeded(build), plan)
+        for step in range(2):
+            with record_collectives() if step else nullcontext([]) as record:
+                loop(model, rank, step)
+        sent = Counter(one.operation for one in record if len(one.ranks) > 1)
+        units = [unit for unit in model.schedule.units if unit.strategy.name == "group_shard"]
+        assert sent["all_reduce"] == len(units) == 2
+        assert sent["reduce_scatter"] == MICRO_BATCHES * len(model.schedule.units)
 
 
 def test_reduces_once_per_step() -> None:
@@ -136,10 +139,10 @@ def refuse(rank: int) -> list[str]:
     from osdp import OSDP
 
     said = []
-    args, kwargs = batch_of(build(), rank)
+    args, kwargs = batch_of(SAMPLE, rank)
     for strategy in ("replicate", "group_shard:2"):
-        model = OSDP(seeded(build), plan_of(build(), strategy, accumulation=MICRO_BATCHES, ranks=FOUR))
-        other = OSDP(seeded(build), plan_of(build(), strategy, ranks=FOUR))
+        model = OSDP(seeded(build), plan_of(SAMPLE, strategy, accumulation=MICRO_BATCHES, ranks=FOUR))
+        other = OSDP(seeded(build), plan_of(SAMPLE, strategy, ranks=FOUR))
         optimizer, others = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, other))
         with model.no_sync():
             loss_of(model(*args, **kwargs)).backward()
@@ -150,7 +153,7 @@ def refuse(rank: int) -> list[str]:
         loss_of(model(*args, **kwargs)).backward()
         optimizer.step()
     # What reduces in every micro-batch may step at any.
-    model = OSDP(seeded(build), plan_of(build(), "shard", accumulation=MICRO_BATCHES, ranks=FOUR))
+    model = OSDP(seeded(build), plan_of(SAMPLE, "shard", accumulation=MICRO_BATCHES, ranks=FOUR))
     loss_of(model(*args, **kwargs)).backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     return said

@@ -27,7 +27,7 @@ from thoroughness import some
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
 
-SAVED_AFTER, STEPS, SHARES = 2, 4, 4
+SAVED_AFTER, STEPS, SHARES = 1, 3, 4
 """Every step's data is in 4 shares: one a rank, or two a rank one after the other."""
 
 
@@ -88,7 +88,7 @@ def test_a_run_continues_under_another_plan_on_other_ranks(
 
 def test_a_run_under_odc_continues_under_shard_on_other_ranks_and_back(tmp_path: Path) -> None:
     """Optimizer states too: Adam's moments decide the later steps."""
-    plans = (("odc:2", 2, 2, 0, 2), ("shard", 1, 2, 2, 3), ("odc_ordered:4", 1, 4, 3, STEPS))
+    plans = (("odc:2", 2, 2, 0, 1), ("shard", 1, 2, 1, 2), ("odc_ordered:4", 1, 4, 2, STEPS))
     norms: list[float] = []
     for choice, nodes, ranks_per_node, first, last in plans:
         ranks = nodes * ranks_per_node

@@ -140,17 +140,17 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["fused_adam" if can_fuse(trained) else "adam"](trained, lr=5e-2, eps=1e-2)
 
 
-def train_dtypes(rank: int, names: tuple[str, ...]) -> None:
-    for name in names:
-        train_dtype(rank, name)
+def train_dtypes(rank: int, expected: dict[str, dict[int, dict[str, Tensor]]]) -> None:
+    for name, by_accumulation in expected.items():
+        train_dtype(rank, name, by_accumulation)
 
 
-def train_dtype(rank: int, name: str) -> None:
+def train_dtype(rank: int, name: str, expected: dict[int, dict[str, Tensor]]) -> None:
     from osdp import OSDP
 
     build = MODELS[name]
-    expected = {count: one_process(model := seeded(build), adam(model), count) for count in (1, 2)}
-    operators = [operator.name for operator in graph_of(build()).operators]
+    sample, before = build(), seeded(build).state_dict()
+    operators = [operator.name for operator in graph_of(sample).operators]
     usable = [one for one in STRATEGIES if name in WINDOWS or not one.startswith("odc")]
     mixture = {one: usable[(2 * index) % len(usable)] for index, one in enumerate(operators)}
     for number, strategy in enumerate([*usable, "mixture"]):
@@ -160,19 +160,19 @@ def train_dtype(rank: int, name: str) -> None:
         accumulation = 1 + number % 2
         recomputed = ("blocks.0",) if number % 2 else ()
         default = "shard" if strategy == "mixture" else strategy
-        plan = plan_of(build(), default, choices, accumulation=accumulation, recomputed=recomputed)
+        plan = plan_of(sample, default, choices, accumulation=accumulation, recomputed=recomputed)
         model = OSDP(seeded(build) if number % 2 else build, plan)
         if not number % 2:
-            model.load_state_dict(seeded(build).state_dict())
+            model.load_state_dict(before)
         optimizer = adam(model)
         for step in range(STEPS):
             for micro_batch in range(accumulation):
-                args, _ = batch_of(build(), rank, 10 * step + micro_batch)
+                args, _ = batch_of(sample, rank, 10 * step + micro_batch)
                 (model(*args) / accumulation).backward()
             optimizer.step()
             optimizer.zero_grad()
         whole = model.full_state_dict(rank0_only=False)
-        check(strategy, seeded(build).state_dict(), whole, expected[accumulation], name)
+        check(strategy, before, whole, expected[accumulation], name)
 
 
 def check(
@@ -229,13 +229,13 @@ def train_widths(rank: int) -> None:
     def build() -> Stack:
         return Stack(Widths)
 
-    before, plain = dict(seeded(build).named_parameters()), seeded(build)
+    before, plain, sample = dict(seeded(build).named_parameters()), seeded(build), build()
     one_process(InBf16(plain), adam(plain), 1)
     for strategy in ("replicate", "shard", GROUP, "owner"):
-        model = OSDP(seeded(build), plan_of(build(), strategy, precision="bf16"))
+        model = OSDP(seeded(build), plan_of(sample, strategy, precision="bf16"))
         optimizer = adam(model)
         for step in range(STEPS):
-            model(*batch_of(build(), rank, 10 * step)[0]).backward()
+            model(*batch_of(sample, rank, 10 * step)[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
         check(strategy, before, model.full_state_dict(rank0_only=False), dict(plain.named_parameters()), "widths")
@@ -247,7 +247,10 @@ def test_mixed_precision_casts_from_every_width() -> None:
 
 @pytest.mark.parametrize("names", [(name,) for name in MODELS] if THOROUGH else [tuple(MODELS)])
 def test_every_dtype_trains_as_in_one_process(names: tuple[str, ...]) -> None:
-    run_everywhere(train_dtypes, names)
+    alone = {
+        name: {count: one_process(one := seeded(MODELS[name]), adam(one), count) for count in (1, 2)} for name in names
+    }
+    run_everywhere(train_dtypes, alone)
 
 
 class Uncast(nn.Module):
@@ -298,17 +301,17 @@ def train_uncast(rank: int) -> None:
         return Stack(Uncast)
 
     before = dict(seeded(build).named_parameters())
-    plain = seeded(build)
+    plain, sample = seeded(build), build()
     expected = one_process(ByHand(plain), adam(plain), 1) and dict(plain.named_parameters())
     for number, strategy in enumerate(some(STRATEGIES, 3)):
         # Windows cannot hold complex numbers.
         choices = {f"blocks.{i}.filter": "shard" for i in (0, 1)}
         recomputed = ("blocks.1",) if number % 2 else ()
-        plan = plan_of(build(), strategy, choices, recomputed=recomputed, precision="bf16")
+        plan = plan_of(sample, strategy, choices, recomputed=recomputed, precision="bf16")
         model = OSDP(seeded(build), plan)
         optimizer = adam(model)
         for step in range(STEPS):
-            model(*batch_of(build(), rank, 10 * step)[0]).backward()
+            model(*batch_of(sample, rank, 10 * step)[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
         whole = model.full_state_dict(rank0_only=False)

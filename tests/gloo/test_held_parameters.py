@@ -172,8 +172,10 @@ KEPT: tuple[Callable[[], Any], ...] = (Clamped, Hooked, Penalised, Transposed)
 
 
 def wrapped(build: Any, strategy: str) -> OSDP:
+    """Return the model under one strategy; its plan has one size of micro-batch, which leaves nothing to search."""
     torch.manual_seed(0)
-    return OSDP(build, {"pins": [f"*={strategy}"]}, example_inputs=lambda batch: torch.randn(batch, 16))
+    planned = {"pins": [f"*={strategy}"], "micro_batch": 4}
+    return OSDP(build, planned, example_inputs=lambda batch: torch.randn(batch, 16))
 
 
 def only_replicated(rank: int) -> dict[str, list[float]]:

@@ -31,7 +31,7 @@ def osdp(choice: str, ranks: tuple[int, int], accumulation: int = 1, choices: Ma
     """Return a model under a plan that gives all but some operators the same."""
     from osdp import OSDP
 
-    return OSDP(seeded(build), plan_of(build(), choice, choices, accumulation=accumulation, ranks=ranks))
+    return OSDP(seeded(build), plan_of(SAMPLE, choice, choices, accumulation=accumulation, ranks=ranks))
 
 
 def mean_loss(model: nn.Module, batches: list[Any]) -> Tensor:
@@ -214,20 +214,25 @@ def is_loaded(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
     model.load_state_dict(state)
 
 
+EVENTFUL = 3 if THOROUGH else 2
+"""Steps, before each of which but the first something happens."""
 EVENTS = (is_skipped, is_given_up, is_given_up_by_some, fails, evaluates_alone, is_loaded)
 
 
 def _goes_on(rank: int) -> None:
     ways = ("odc:4", (1, 4)), ("odc:2", (2, 2))
     cases = [(event, ways[(place + turn) % 2]) for place, event in enumerate(EVENTS) for turn in (0, 1)]
+    reference = seeded(build)
+    other = sgd(reference)
+    for step in range(EVENTFUL):
+        step_of(reference, other, batches_at(step, 4))
     for event, (choice, ranks) in some(cases, 2):
-        model, reference = osdp(choice, ranks), seeded(build)
-        optimizer, other = sgd(model), sgd(reference)
-        for step in range(3 if THOROUGH else 2):
+        model = osdp(choice, ranks)
+        optimizer = sgd(model)
+        for step in range(EVENTFUL):
             if step:
                 event(model, optimizer, rank)
             step_of(model, optimizer, [batch_of(SAMPLE, rank, step)])
-            step_of(reference, other, batches_at(step, 4))
         try:
             assert_same(model, reference)
         except AssertionError as error:
