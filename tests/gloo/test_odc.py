@@ -61,7 +61,7 @@ def test_beside_other_strategies() -> None:
         "replicate",
         "odc_ordered:2",
         "group_shard:2",
-        "odc:2",
+        "shard_grad",
         "owner",
         "hierarchical",
         "odc:2",
