@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from toys import (
     EVERY_RANK,
     GROUP,
+    RANKS,
     STRATEGIES,
     WITH_OFFLOAD,
     Blocks,
@@ -51,8 +52,8 @@ def mixed(family: str) -> Case:
     rest = iter(range(100))
     choices = {operator.name: WITH_OFFLOAD[next(rest) % len(WITH_OFFLOAD)] for operator in graph.operators}
     linear = next(op for op in graph.operators if op.kind == "Linear" and len(op.modules) == 1)
-    choices[linear.name] = "split(shard, owner, group_shard:2)"
-    return Case(family, choices)
+    choices[linear.name] = f"split(shard, owner, {GROUP})"
+    return Case(family, choices, nodes=RANKS[0], ranks_per_node=RANKS[1])
 
 
 def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -70,7 +71,7 @@ def start_as_the_constructor(rank: int, family: str) -> None:
     from osdp import OSDP
 
     wanted = seeded(lambda: build(family), seed=11).state_dict()
-    cases = [mixed(family), Case(family, {}, "replicate")]
+    cases = [mixed(family), Case(family, {}, "replicate", nodes=RANKS[0], ranks_per_node=RANKS[1])]
     for case in cases:
         torch.manual_seed(11)
         made = OSDP(lambda: build(family), case.plan())
@@ -87,7 +88,7 @@ def start_as_the_constructor(rank: int, family: str) -> None:
 
 @pytest.mark.parametrize("family", some(FAMILIES, 4, 1))
 def test_starts_as_the_constructor_leaves_it(family: str) -> None:
-    run_ranks(start_as_the_constructor, 4, family, ranks_per_node=2)
+    run_everywhere(start_as_the_constructor, family)
 
 
 def start_with_buffers(rank: int) -> None:
@@ -121,12 +122,12 @@ def test_starts_with_buffers_and_frozen_parameters() -> None:
     run_everywhere(start_with_buffers)
 
 
-def quickly(make: Callable[[], Any]) -> Any:
-    """Make a model by a plan that is searched for one micro-batch, and with nothing to choose."""
+def quickly(make: Callable[[], Any], pins: tuple[Pin, ...] = (Pin("*", "shard"),)) -> Any:
+    """Make a model by a plan that is searched for one micro-batch, and by default with nothing to choose."""
     from osdp.planning.request import plan_graph
 
     def planned(graph: Any, cluster: Any, request: Any) -> Any:
-        return plan_graph(graph, cluster, replace(request, micro_batch=2, pins=(Pin("*", "shard"),)))
+        return plan_graph(graph, cluster, replace(request, micro_batch=2, pins=pins))
 
     with mock.patch("osdp.prepare.plan_graph", planned):
         return make()
@@ -143,7 +144,7 @@ def take_everything(rank: int, folder: Path) -> None:
     given: list[Callable[[], Any]] = [
         lambda: quickly(lambda: OSDP(GPT2, [1, 12, SMALL], 2048)),
         lambda: quickly(lambda: OSDP(GPT2, (1, 12, SMALL), "2GB")),
-        lambda: OSDP(GPT2(SMALL), None, None),
+        lambda: quickly(lambda: OSDP(GPT2(SMALL), None, None), pins=()),
         lambda: OSDP(build("gpt2"), {"micro_batch": 3, "precision": "bf16", "optimizer": "sgd"} | pins, "cpu-gloo"),
         lambda: OSDP(build("gpt2"), str(folder / "description.yaml"), cluster),
         lambda: OSDP(build("gpt2"), folder / "description.yaml", folder / "cluster.yaml"),

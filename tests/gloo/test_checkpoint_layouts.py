@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], tensor), name
 
 
-def save_all(rank: int, folder: str) -> None:
-    for layout in LAYOUTS:
+def save_all(rank: int, folder: str, layouts: Sequence[str] = LAYOUTS) -> None:
+    for layout in layouts:
         net, shards = build(layout, seed=1)
         net.norm.num_batches_tracked += 41
         optimizer = make_adam(net)
@@ -58,10 +59,11 @@ def saved_by_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_all(rank: int, folder: str, first: int, others: int) -> list[tuple[str, str, Any]]:
-    """Load every checkpoint under layouts from the `first`-th after its own on; tell what came in, and train on."""
+def load_all(rank: int, folder: str, layouts: Sequence[str], first: int, others: int) -> list[tuple[str, str, Any]]:
+    """Load checkpoints under layouts from the `first`-th after their own on; tell what came in, and train on."""
     found = []
-    for number, saved in enumerate(LAYOUTS):
+    for saved in layouts:
+        number = LAYOUTS.index(saved)
         for layout in (LAYOUTS * 2)[number + first : number + first + others]:
             net, shards = build(layout, seed=2)
             optimizer = make_adam(net, lr=9.0, betas=(0.1, 0.2))
@@ -82,21 +84,24 @@ def load_all(rank: int, folder: str, first: int, others: int) -> list[tuple[str,
     return found
 
 
-# If thorough, every layout under every other; else each under two others in all.
+# If thorough, every layout under every other; else each under another by fewer ranks, and by more either it or the
+# other one of a pair.
 @pytest.mark.parametrize(
-    ("writers", "readers", "first", "others"),
-    [(4, 2, 0, 6), (2, 4, 3, 3)] if THOROUGH else [(4, 2, 1, 1), (2, 4, 3, 1)],
+    ("writers", "readers", "layouts", "first", "others"),
+    [(4, 2, LAYOUTS, 0, 6), (2, 4, LAYOUTS, 3, 3)]
+    if THOROUGH
+    else [(4, 2, LAYOUTS, 1, 1), (2, 4, LAYOUTS[1::2], 3, 1)],
 )
 def test_any_layout_resumes_under_any_other_and_other_ranks(
-    tmp_path: Path, saved_by_four: Path, writers: int, readers: int, first: int, others: int
+    tmp_path: Path, saved_by_four: Path, writers: int, readers: int, layouts: Sequence[str], first: int, others: int
 ) -> None:
     folder = saved_by_four if writers == 4 else tmp_path
     if writers != 4:
-        run_ranks(save_all, writers, str(folder))
+        run_ranks(save_all, writers, str(folder), layouts)
     after_3, after_5 = reference(3), reference(5)
     mean = build("replicate", seed=1)[0].norm.running_mean
-    found = run_ranks(load_all, readers, str(folder), first, others)[0]
-    assert len(found) == len(LAYOUTS) * others
+    found = run_ranks(load_all, readers, str(folder), layouts, first, others)[0]
+    assert len(found) == len(layouts) * others
     for saved, layout, (extra, loaded, continued, options, buffers, layouts_agree) in found:
         assert extra == {"layout": saved}
         assert_equal(loaded, after_3)
@@ -146,7 +151,12 @@ def fsdp_mlp(mesh_shape: tuple[int, ...]) -> tuple[nn.Module, list[LocalShard]]:
     return net, [local_shard(whole(name, shapes[name]), p) for name, p in net.named_parameters()]
 
 
-def train_and_save(rank: int, folder: str) -> list[float]:
+def train_save_and_resume(rank: int, folder: str, *mesh_shapes: tuple[int, ...]) -> list[list[float]]:
+    """Return the losses of the run that saves, and of those that go on from there on these meshes."""
+    return [train_and_save(folder), *load_and_train(rank, folder, *mesh_shapes)]
+
+
+def train_and_save(folder: str) -> list[float]:
     net, shards = fsdp_mlp((4,))
     optimizer = torch.optim.Adam(net.parameters(), 0.05)
     losses = fit(net, optimizer, range(3))
@@ -170,13 +180,12 @@ def load_and_train_on(folder: str, mesh_shape: tuple[int, ...]) -> list[float]:
 
 
 def test_fully_shard_trains_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    saved = run_ranks(train_and_save, 4, str(tmp_path))[0]
+    saved, alike, in_groups = run_ranks(train_save_and_resume, 4, str(tmp_path), (4,), (2, 2))[0]
     torch.manual_seed(0)
     net = Mlp()
     alone = fit(net, torch.optim.Adam(net.parameters(), 0.05), range(6))
     assert saved == pytest.approx(alone, rel=1e-5)
     (of_two,) = run_ranks(load_and_train, 2, str(tmp_path), (2,))[0]
-    alike, in_groups = run_ranks(load_and_train, 4, str(tmp_path), (4,), (2, 2))[0]
     assert alike == saved[3:]
     assert of_two == pytest.approx(alone[3:], rel=1e-5)
     assert in_groups == pytest.approx(alone[3:], rel=1e-5)

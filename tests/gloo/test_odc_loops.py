@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -69,43 +70,59 @@ SETTINGS = (
 """How models are sharded that train with uneven ranks: default, nodes and ranks of each, exceptions."""
 
 
-def _uneven(rank: int, counts: list[list[int]]) -> None:
+@dataclass(frozen=True)
+class Uneven:
+    """What one process trains, of the mean over all micro-batches of all ranks."""
+
+    counts: list[list[int]]
+    """By step: how many micro-batches each rank has."""
+    norms: list[Tensor]
+    """Of each step's gradient, before clipping."""
+    reference: nn.Module
+    """At the end."""
+
+
+def _uneven(rank: int, alone: list[Uneven]) -> None:
     """Train steps with so many micro-batches of each rank, under all settings."""
-    for planned, (choice, ranks, choices) in enumerate(SETTINGS, start=1):
-        # What is replicated is reduced with a rank's last micro-batch, so there has to be one.
-        least = 1 if "replicate" in choices.values() else 0
-        own = [[max(least, count) for count in of_ranks] for of_ranks in counts]
+    for planned, ((choice, ranks, choices), wanted) in enumerate(zip(SETTINGS, alone, strict=True), start=1):
+        says_last = "replicate" in choices.values()
         try:
-            _is_the_mean(rank, osdp(choice, ranks, planned, choices), own, planned, says_last=least > 0)
+            _is_the_mean(rank, osdp(choice, ranks, planned, choices), wanted, planned, says_last)
         except AssertionError as error:
             raise AssertionError(f"{choice} {ranks} {choices}: {error}") from error
 
 
-def _is_the_mean(rank: int, model: Any, counts: list[list[int]], planned: int, says_last: bool) -> None:
-    """Compare each step with one of a single process, of the mean over all micro-batches."""
-    reference = seeded(build)
-    optimizers = sgd(model), sgd(reference)
-    for step, of_ranks in enumerate(counts):
-        batches = [
-            [batch_of(SAMPLE, other, 10 * step + k) for k in range(count)] for other, count in enumerate(of_ranks)
-        ]
-        for k, (args, kwargs) in enumerate(batches[rank]):
+def _is_the_mean(rank: int, model: Any, wanted: Uneven, planned: int, says_last: bool) -> None:
+    """Compare each step with one of a single process."""
+    optimizer = sgd(model)
+    for step, (of_ranks, norm) in enumerate(zip(wanted.counts, wanted.norms, strict=True)):
+        for k in range(of_ranks[rank]):
+            args, kwargs = batch_of(SAMPLE, rank, 10 * step + k)
             is_last = k + 1 == of_ranks[rank]
             if says_last and is_last:
                 model.sync()
             with model.no_sync() if says_last and not is_last else nullcontext():
                 (loss_of(model(*args, **kwargs)) / planned).backward()
-        losses = [loss_of(reference(*args, **kwargs)) for of_rank in batches for args, kwargs in of_rank]
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, wanted.reference)
+
+
+def _alone(counts: list[list[int]], planned: int, least: int) -> Uneven:
+    """Train what ranks train, of which each has at least so many micro-batches, in one process."""
+    reference, norms = seeded(build), []
+    optimizer, own = sgd(reference), [[max(least, count) for count in of_ranks] for of_ranks in counts]
+    for step, of_ranks in enumerate(own):
+        batches = [batch_of(SAMPLE, rank, 10 * step + k) for rank, count in enumerate(of_ranks) for k in range(count)]
         # Where all ranks run equally many, the user's own division counts, as under every strategy.
         share = planned / of_ranks[0] if len(set(of_ranks)) == 1 else 1.0
-        (torch.stack(losses).mean() / share).backward()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        assert norm > 0.1
-        torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(model, reference)
+        (mean_loss(reference, batches) / share).backward()
+        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+        assert norms[-1] > 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    return Uneven(own, norms, reference)
 
 
 def test_uneven_ranks_train_the_mean_over_all_micro_batches() -> None:
@@ -113,7 +130,10 @@ def test_uneven_ranks_train_the_mean_over_all_micro_batches() -> None:
     counts = [[draw.randint(0, 4) for _ in range(4)] for _ in range(6 if THOROUGH else 1)]
     assert all(any(of_ranks) for of_ranks in counts)
     assert any(0 in of_ranks for of_ranks in counts)
-    run_ranks(_uneven, 4, [[2, 2, 2, 2], [0, 4, 0, 0], *counts])
+    counts = [[2, 2, 2, 2], [0, 4, 0, 0], *counts]
+    # What is replicated is reduced with a rank's last micro-batch, so there has to be one.
+    leasts = [int("replicate" in choices.values()) for _, _, choices in SETTINGS]
+    run_ranks(_uneven, 4, [_alone(counts, planned, least) for planned, least in enumerate(leasts, start=1)])
 
 
 LONGER = 4 if THOROUGH else 2
