@@ -84,8 +84,8 @@ def load_all(rank: int, folder: str, layouts: Sequence[str], first: int, others:
     return found
 
 
-# If thorough, every layout under every other; else each under another by fewer ranks, and by more either it or the
-# other one of a pair.
+# If thorough, every layout under every other; else each under another by fewer ranks, and every second by more, under
+# one of the others.
 @pytest.mark.parametrize(
     ("writers", "readers", "layouts", "first", "others"),
     [(4, 2, LAYOUTS, 0, 6), (2, 4, LAYOUTS, 3, 3)]

@@ -37,7 +37,7 @@ def mixture(family: str, nodes: int, ranks_per_node: int, seed: int) -> Case:
     known = known_strategies(cluster_of(nodes, ranks_per_node))
     choices = {}
     for operator in graph_of(family).operators:
-        cut = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.5
+        cut = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.25
         choices[operator.name] = format_choice([draw.choice(known) for _ in range(draw.randint(2, 3) if cut else 1)])
     recomputed = tuple(block for block in blocks_of(family) if draw.random() < 0.5)
     accumulation = SHARES // (nodes * ranks_per_node)

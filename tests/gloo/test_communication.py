@@ -36,7 +36,7 @@ def record_buckets(rank: int, cases: Sequence[Case]) -> list[tuple[list[int], li
 
 
 def test_ddp_sends_the_buckets_that_the_planner_counts() -> None:
-    cases = [Case(family, {}, "replicate", accumulation=2) for family in FAMILIES]
-    for results in run_ranks(record_buckets, 4, cases, ranks_per_node=2, timeout_s=100):
+    cases = [Case(family, {}, "replicate", accumulation=2, ranks_per_node=1) for family in FAMILIES]
+    for results in run_ranks(record_buckets, 2, cases, ranks_per_node=1, timeout_s=100):
         for sent, expected in results:
             assert sent == expected
