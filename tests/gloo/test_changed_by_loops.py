@@ -266,23 +266,33 @@ def change_gradients(rank: int, habit: Callable[[Any, torch.optim.Optimizer], No
     from osdp import OSDP
 
     said = ""
+
+    def train(one: Any, ranks: list[int], before_habit: Callable[[torch.optim.Optimizer], None]) -> None:
+        optimizer = adam(one.parameters())
+        for number in range(STEPS):
+            for micro_batch in range(2):
+                batches = [batch_of(SAMPLE, each, 2 * number + micro_batch) for each in ranks]
+                loss = sum(loss_of(one(*args, **kwargs)) for args, kwargs in batches) / len(batches)
+                (loss / 2).backward()
+            before_habit(optimizer)
+            habit(one, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alone = seeded(build)
+    train(alone, [0, 1], lambda optimizer: None)
     *others, odc = STRATEGIES_OF_TWO
     for strategy in (*some(others, 2, HABITS.index(habit) // 3), odc):
-        alone, model = seeded(build), OSDP(seeded(build), plan_of(SAMPLE, strategy, ranks=(1, 2), accumulation=2))
-        for one, ranks in ((alone, [0, 1]), (model, [rank])):
-            optimizer = adam(one.parameters())
-            for number in range(STEPS):
-                for micro_batch in range(2):
-                    batches = [batch_of(SAMPLE, each, 2 * number + micro_batch) for each in ranks]
-                    loss = sum(loss_of(one(*args, **kwargs)) for args, kwargs in batches) / len(batches)
-                    (loss / 2).backward()
-                if one is model and habit is not decay:
-                    if "odc" in strategy:
-                        said = refusal(lambda: habit(model, optimizer))  # noqa: B023  # called at once
-                    model.finish_gradients()
-                habit(one, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
+        model = OSDP(seeded(build), plan_of(SAMPLE, strategy, ranks=(1, 2), accumulation=2))
+
+        def complete(optimizer: torch.optim.Optimizer, model: Any = model, strategy: str = strategy) -> None:
+            nonlocal said
+            if habit is not decay:
+                if "odc" in strategy:
+                    said = refusal(lambda: habit(model, optimizer))
+                model.finish_gradients()
+
+        train(model, [rank], complete)
         torch.testing.assert_close(
             model.full_state_dict(rank0_only=False),
             dict(alone.state_dict()),
