@@ -51,6 +51,10 @@ class Adapters(Toy):
         return self.tied[1](torch.tanh(self.tied[0](x))).pow(2).mean()
 
 
+SAMPLE = Adapters()
+"""What batches are made for: all models have such inputs."""
+
+
 def plan_in(model: nn.Module, choice: str, precision: str, recomputes: bool = False) -> Plan:
     """Return a plan for one node that gives all operators the same."""
     graph = graph_of(model, precision)
@@ -80,7 +84,7 @@ def run(model: nn.Module, rank: int, complete: Callable[[], None]) -> tuple[list
     gradients, losses = [], []
     for step in range(STEPS):
         for k in range(MICRO_BATCHES):
-            args, kwargs = batch_of(Adapters(), rank, 10 * step + k)
+            args, kwargs = batch_of(SAMPLE, rank, 10 * step + k)
             loss = loss_of(model(*args, **kwargs))
             (loss / MICRO_BATCHES).backward()
             losses.append(loss.item())
