@@ -14,7 +14,8 @@ from trace_models import LanguageModel, source
 
 from profiler.model_source import ModelSource
 
-WIDTH, BLOCKS = 8, 8
+WIDTH, BLOCKS, FEW = 8, 8, 6
+"""Blocks where some differ, and fewer where all are alike, of which half are replayed."""
 
 
 class Block(nn.Module):
@@ -52,9 +53,9 @@ def model_of(build: Callable[[], nn.Module]) -> ModelSource:
 # --- blocks that are no more alike than they look ---------------------------------------------------
 
 
-def build_with(change: Callable[[Model], Any], block: Callable[[int], nn.Module] = Block) -> Callable[[], nn.Module]:
+def build_with(change: Callable[[Model], Any], count: int = BLOCKS) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        model = Model(block)
+        model = Model(Block, count)
         change(model)
         return model
 
@@ -406,13 +407,17 @@ class OnDevice(Block):
             return super().forward(x)
 
 
+def sequential(index: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+
 ALIKE: dict[str, Callable[[], nn.Module]] = {
-    "plain": Model,
-    "relu": lambda: Model(Relu),
+    "plain": lambda: Model(Block, FEW),
+    "relu": lambda: Model(Relu, FEW),
     "pairs": lambda: Paired(Pair),
-    "fake tensors": lambda: Model(OnDevice),
-    "frozen embedding": build_with(lambda model: model.embed.requires_grad_(False)),
-    "frozen blocks": build_with(lambda model: model.blocks.requires_grad_(False)),
-    "sequential": lambda: Model(lambda index: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))),
-    "dropout": lambda: LanguageModel(layers=BLOCKS, dropout=0.1),
+    "fake tensors": lambda: Model(OnDevice, FEW),
+    "frozen embedding": build_with(lambda model: model.embed.requires_grad_(False), FEW),
+    "frozen blocks": build_with(lambda model: model.blocks.requires_grad_(False), FEW),
+    "sequential": lambda: Model(sequential, FEW),
+    "dropout": lambda: LanguageModel(layers=FEW, dropout=0.1),
 }

@@ -14,7 +14,7 @@ from osdp.planning.plan_file import read_plan
 from planner.options.search_space import Space
 from profiler.byte_sizes import GIB, MIB
 
-TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2")
+TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--gpus-per-node", "2", "--batch", "2")
 
 
 # --- the frontier ------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "
 
 def test_a_frontier_is_printed_with_rows_that_do_not_fit(cli: Cli) -> None:
     out = cli.done(*TINY, "--mem", "100MB,502MB,1GB")
-    assert out.startswith("Frontier of gpt2-tiny on titan-rtx-8, 1 x 8 NVIDIA TITAN RTX")
+    assert out.startswith("Frontier of gpt2-tiny on titan-rtx-8, 1 x 2 NVIDIA TITAN RTX")
     assert "All figures are predicted" in " ".join(out.split())
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()[:1].isdigit() and "%" in line}
     assert set(rows) == {"502.0", "1.00"}

@@ -203,7 +203,7 @@ def test_one_plan_has_no_slider(page: Page) -> None:
 
 def test_names_are_text() -> None:
     graph = hostile(transformer(2, 128))
-    found = [planned_within(WIDE_MIB, graph)]
+    found = [planned_within(WIDE_MIB, graph, micro_batch=2)]
     text = render(make_report(found, f"{HOW} {HOSTILE}", [HOSTILE]))
     page = read_page(text)
     assert HOSTILE not in text
@@ -259,7 +259,7 @@ def test_a_large_model_is_under_6_mb() -> None:
 
 # ---- The command ---------------------------------------------------------------------------------
 
-TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "4")
+TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "4", "--gpus-per-node", "2")
 
 
 def test_the_command_writes_it(cli: Cli, tmp_path: Path) -> None:

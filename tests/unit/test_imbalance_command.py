@@ -59,7 +59,8 @@ def test_a_file_of_lengths_is_found_from_any_folder(cli: Cli, monkeypatch: pytes
     """What more would buy is asked again with the lengths, wherever the plan is opened."""
     lengths = "128\n" * 9 + "8\n"
     Path("lengths.txt").write_text(lengths)
-    more = cli.json(*TINY, "--imbalance", "lengths.txt", "-o", "plan.yaml", "--what-if")["what_if"]["answers"][1]
+    asked = (*TINY[:5], "--gpus-per-node", "2", "--batch", "2", "--global-batch", "16")
+    more = cli.json(*asked, "--imbalance", "lengths.txt", "-o", "plan.yaml", "--what-if")["what_if"]["answers"][1]
     plan, given = Path("plan.yaml").absolute(), Path("lengths.txt").absolute()
     assert read_plan(plan).asked.imbalance == str(given)
     Path("elsewhere").mkdir()

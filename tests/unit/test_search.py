@@ -297,12 +297,12 @@ def smallest_limit(graph: ModelGraph, machine: Cluster) -> int:
 def test_the_smallest_limit_that_a_refusal_names_is_enough(layers: int) -> None:
     graph, machine = transformer(layers, 512), cluster(1, 4)
     with pytest.raises(OsdpError, match="no plan fits") as refused:
-        search(Task(graph, machine, 1 << 20))
+        search(Task(graph, machine, 1 << 20), effort=Effort(remedies=False))
     limit = int(refused.value.advice.split("MB")[0].split()[-1]) * 2**20
     assert limit == smallest_limit(graph, machine)
     assert search(Task(graph, machine, limit)).load.micro_batch == 1
     with pytest.raises(OsdpError, match="no plan fits"):
-        search(Task(graph, machine, int(limit * 0.97)))
+        search(Task(graph, machine, int(limit * 0.97)), effort=Effort(remedies=False))
 
 
 @settings(SLOW, max_examples=draws(2, 30))

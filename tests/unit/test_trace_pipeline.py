@@ -27,6 +27,9 @@ from profiler.model_graph import Affine
 from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.trace import trace_model
 
+TWO_LAYERS = language_model(width=64, heads=4, length=64, words=256, tie="use", layers=2)
+"""A case with a layer less."""
+
 
 @pytest.mark.parametrize(
     ("case", "precision", "device_type"),
@@ -41,9 +44,10 @@ from profiler.trace.trace import trace_model
 )
 def test_shortcuts_change_nothing(case: str, precision: str, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same graph as with every op run by torch's FakeTensorMode; unless thorough, of two cases."""
-    quick = trace_model(MEMORY_CASES[case], precision, device_type)
+    model = TWO_LAYERS if case == "tied in use" and not THOROUGH else MEMORY_CASES[case]
+    quick = trace_model(model, precision, device_type)
     monkeypatch.setattr(profiler.trace.trace, "MetaDevice", FakeCpu)
-    assert trace_model(MEMORY_CASES[case], precision, device_type) == quick
+    assert trace_model(model, precision, device_type) == quick
 
 
 def test_a_model_that_wants_a_real_device_is_traced_on_fakes() -> None:
@@ -184,15 +188,15 @@ class _Names(TorchDispatchMode):
 
 
 def test_the_fingerprint_depends_on_the_model_alone() -> None:
-    graph = trace_model(language_model())
+    graph = trace_model(language_model(layers=2))
     assert len(graph.fingerprint) == 16
     int(graph.fingerprint, 16)
-    assert trace_model(language_model()).fingerprint == graph.fingerprint
+    assert trace_model(language_model(layers=2)).fingerprint == graph.fingerprint
     for other in (
-        language_model(hidden=(128, 128, 129)),
-        language_model(length=16),
-        language_model(tie="no"),
-        language_model(layers=2),
+        language_model(hidden=(128, 129)),
+        language_model(layers=2, length=16),
+        language_model(layers=2, tie="no"),
+        language_model(layers=1),
     ):
         assert trace_model(other).fingerprint != graph.fingerprint
 
