@@ -33,7 +33,7 @@ MACHINE = cluster(1, 4)
 
 @cache
 def graph(hidden: int = 512) -> ModelGraph:
-    return transformer(4, hidden)
+    return transformer(2, hidden)
 
 
 def planned(headroom: Headroom, roomier: Headroom | None = None, limit_bytes: int = 700 * MIB, **how: Any) -> Planned:

@@ -215,7 +215,7 @@ class Wayward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(Block(32, 2, 64) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(32, 2, 64) for _ in range(2))
         self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, 64, bias=False)
         self.head.weight = self.words.weight
@@ -230,13 +230,13 @@ class Wayward(nn.Module):
 
 
 MODELS: dict[str, ModelSource] = {
-    "gpt2": gpt2(64, 3, 128),
+    "gpt2": gpt2(64, 2, 128),
     "bert with dropout": ModelSource(
-        "bert", lambda: Bert(BertConfig(256, 128, 64, 3, 4, 2, 128, 0.1)), lambda m, b: m.example_inputs(b), 128
+        "bert", lambda: Bert(BertConfig(256, 128, 64, 2, 4, 2, 128, 0.1)), lambda m, b: m.example_inputs(b), 128
     ),
     "llama": ModelSource(
         "llama",
-        lambda: Llama(LlamaConfig(256, 128, 64, 3, 4, 2, 128, 1e4, True)),
+        lambda: Llama(LlamaConfig(256, 128, 64, 2, 4, 2, 128, 1e4, True)),
         lambda m, b: m.example_inputs(b),
         128,
     ),
@@ -306,7 +306,7 @@ def peak_bytes(model: ModelSource, graph: ModelGraph) -> int:
 
 
 def test_depth_costs_no_memory() -> None:
-    shallow, deep = gpt2(64, 2, 128), gpt2(64, 12 if THOROUGH else 5, 128)
+    shallow, deep = gpt2(64, 2, 128), gpt2(64, 12 if THOROUGH else 3, 128)
     peaks = [peak_bytes(model, trace_model(model)) for model in (shallow, deep)]
     # Each layer more has 200 KB of parameters and keeps 3 MB of activations.
     assert peaks[1] <= peaks[0] + 64 * 1024

@@ -69,10 +69,15 @@ def graph() -> ModelGraph:
     return transformer(2, 512)
 
 
-def test_every_remedy_is_enough(graph: ModelGraph) -> None:
+@pytest.fixture(scope="module")
+def one_block() -> ModelGraph:
+    return transformer(1, 512)
+
+
+def test_every_remedy_is_enough(one_block: ModelGraph) -> None:
     machine = cluster(2, 2)
     # A little more than two nodes need for one sample.
-    task = Task(graph, machine, smallest(graph, machine) + 8 * MIB, micro_batch=4)
+    task = Task(one_block, machine, smallest(one_block, machine) + 8 * MIB, micro_batch=4)
     found = remedies(refused(task))
     changed = {
         "--batch 1": replace(task, micro_batch=1),
@@ -88,23 +93,23 @@ def test_every_remedy_is_enough(graph: ModelGraph) -> None:
         assert least_bytes(changed[change]) == needed_bytes
 
 
-def test_the_fewest_ranks_that_help_are_named(graph: ModelGraph) -> None:
-    needs = {nodes: smallest(graph, cluster(nodes, 2)) for nodes in (2, 4, 8)}
+def test_the_fewest_ranks_that_help_are_named(one_block: ModelGraph) -> None:
+    needs = {nodes: smallest(one_block, cluster(nodes, 2)) for nodes in (2, 4, 8)}
     assert needs[2] > needs[4] > needs[8]
-    found = remedies(refused(Task(graph, cluster(2, 2), needs[8])))
+    found = remedies(refused(Task(one_block, cluster(2, 2), needs[8])))
     assert found["--nodes 8"] == needs[8]
     assert "--nodes 4" not in found
     # Without a link to other nodes it is the node that grows, and no further than nodes are built.
-    alone = remedies(refused(Task(graph, cluster(1, 4), smallest(graph, cluster(1, 8)))))
+    alone = remedies(refused(Task(one_block, cluster(1, 4), smallest(one_block, cluster(1, 8)))))
     assert next(iter(alone)) == "--gpus-per-node 8"
     layers = chain([(1024, 1024)] * 2, [1] * 2, [0.5] * 2)
     tiny = remedies(refused(Task(layers, cluster(1, LARGEST_NODE), 2 * MIB)))
     assert not any(change.startswith("--gpus") for change in tiny)
 
 
-def test_micro_batches_that_accumulate_keep_gradients(graph: ModelGraph) -> None:
+def test_micro_batches_that_accumulate_keep_gradients(one_block: ModelGraph) -> None:
     machine = cluster(1, 4)
-    task = Task(graph, machine, 1 * MIB, global_batch=64, micro_batch=1)
+    task = Task(one_block, machine, 1 * MIB, global_batch=64, micro_batch=1)
     accumulating = refused(task, remedies=False)
     once = refused(replace(task, global_batch=4), remedies=False)
     assert (accumulating.load.accumulation, once.load.accumulation) == (16, 1)
@@ -159,20 +164,20 @@ def test_pins_are_not_blamed_where_nothing_fits_anyway(graph: ModelGraph) -> Non
     assert "pin" not in str(error)
 
 
-def test_headroom_is_counted(graph: ModelGraph) -> None:
+def test_headroom_is_counted(one_block: ModelGraph) -> None:
     plain = cluster(1, 4)
     context = {"context": Figure(50 * MIB, "assumed: for a test")}
     machine = replace(plain, device=replace(plain.device, reserve_bytes=context))
-    needed = smallest(graph, machine)
-    error = told(graph, Request(needed + 2 * MIB, headroom=Headroom(size_bytes=10 * MIB)), machine)
+    needed = smallest(one_block, machine)
+    error = told(one_block, Request(needed + 2 * MIB, headroom=Headroom(size_bytes=10 * MIB)), machine)
     assert remedies(error.refusal)["--headroom 0"] == needed
     assert f"got: {(needed + 2 * MIB) / MIB:.1f} MiB per device, of which 10.0 MiB are headroom" in str(error)
     assert f"--mem {needed // MIB + 10}MB" in str(error)
     share = Headroom(share=0.5)
-    advised = told(graph, Request(needed, headroom=share), machine).refusal.advised_bytes
+    advised = told(one_block, Request(needed, headroom=share), machine).refusal.advised_bytes
     assert advised is not None
     assert advised - share.of(advised) >= needed
-    assert search(task_of(Request(advised, headroom=share), graph, machine)).load is not None
+    assert search(task_of(Request(advised, headroom=share), one_block, machine)).load is not None
     assert advised < 2 * GIB
 
 

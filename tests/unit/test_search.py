@@ -326,7 +326,7 @@ def test_more_bandwidth_is_never_slower(graph: ModelGraph, overlaps: bool, facto
 
 
 def test_memory_limits_of_a_real_size_are_monotone() -> None:
-    graph, machine = transformer(24 if THOROUGH else 6, 1024), cluster(1, 8, intra=5e9)
+    graph, machine = transformer(24 if THOROUGH else 4, 1024), cluster(1, 8, intra=5e9)
     least = smallest_limit(graph, machine) if THOROUGH else 400 * 2**20  # which to find takes longest
     found = [
         search(Task(graph, machine, int(least * factor)))

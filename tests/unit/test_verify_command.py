@@ -150,7 +150,7 @@ def test_a_model_whose_constructor_asks_for_its_weights(how: dict[str, Any]) -> 
     """Whether they are orthogonal already; verifying once refused what planning accepts."""
 
     def build() -> nn.Module:
-        layers = [nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), **how) for _ in range(2)]
+        layers = [nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), **how) for _ in range(1)]
         return nn.Sequential(*layers, nn.Linear(16, 4))
 
     model = source_of(build, "orthogonal", None, lambda batch: torch.randn(batch, 16))
