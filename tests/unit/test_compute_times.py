@@ -404,6 +404,6 @@ def test_a_graph_of_another_model_is_refused() -> None:
 
 @pytest.mark.parametrize(("sizes", "repetitions"), [([], 1), ([0], 1), ([1], 0)])
 def test_nothing_to_measure_is_refused(sizes: list[int], repetitions: int) -> None:
-    model = language_model()
+    model = language_model(layers=1)
     with pytest.raises(OsdpError, match="nothing to measure"):
         measure_calls(model, trace_model(model), CPU, sizes, repetitions=repetitions)

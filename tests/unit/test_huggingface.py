@@ -228,7 +228,7 @@ class LossOnly(torch.nn.Module):
 
 
 def test_a_contrastive_loss_of_transformers(tmp_path: Path) -> None:
-    clip = load_model(write(tmp_path, "CLIPModel", *CASES["CLIPModel"]), sequence_length=18)
+    clip = load_model(write(tmp_path, "CLIPModel", "clip", {**CLIP, **FEWER["clip"]}), sequence_length=18)
 
     def example_inputs(module: torch.nn.Module, batch: int) -> Any:
         made = clip.example_inputs(module, batch)[1]

@@ -25,7 +25,7 @@ def test_a_coefficient_is_printed_and_kept(cli: Cli) -> None:
     assert "straggler wait" in out
     assert plan.predicted.time_by_term["waiting_s"] > 0
     # What is read back is priced the same.
-    assert "The plan file predicts" not in cli.done("explain", "plan.yaml")
+    assert "The plan file predicts" not in cli.done("explain", "plan.yaml", "--no-what-if")
 
 
 def test_a_plan_cannot_gain_from_waiting(cli: Cli) -> None:

@@ -129,10 +129,10 @@ def meet(
     [
         (1, 1, 0, 1000),
         (2, 32, 0, 1000 if THOROUGH else 150),
-        (2, 2, 300, 1000),
-        (3, 2, 300, 1000),
+        (2, 2, 300, 1000 if THOROUGH else 300),
+        (3, 2, 300, 1000 if THOROUGH else 300),
         (8, 8, 0, 250 if THOROUGH else 80),
-        (8, 3, 300, 250),
+        (8, 3, 300, 250 if THOROUGH else 80),
     ],
 )
 def test_nobody_leaves_before_all_came(

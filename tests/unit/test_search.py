@@ -218,7 +218,7 @@ def test_a_search_with_less_effort_finds_a_plan_and_a_bound_that_hold(
 
 def test_a_time_limit_ends_the_search() -> None:
     # Layers of which no two are alike take seconds within a tight limit.
-    graph, machine = transformer(10 if THOROUGH else 4, 512, distinct=True), cluster(2, 4, intra=2e9)
+    graph, machine = transformer(10 if THOROUGH else 3, 512, distinct=True), cluster(2, 4, intra=2e9)
     task = Task(graph, machine, int(1.1 * smallest_limit(graph, machine)))
     space = Space(graph)
     search(task, space=space, effort=Effort(seconds=0.0))  # what bounds need is made once
@@ -275,7 +275,7 @@ def test_few_options_are_searched_only_where_labels_lacked_and_much_is_unproven(
 
 
 @settings(SLOW, max_examples=draws(2))
-@given(st.integers(2, 14 if THOROUGH else 6), st.floats(1.02, 3.0), st.booleans())
+@given(st.integers(2, 14 if THOROUGH else 4), st.floats(1.02, 3.0), st.booleans())
 def test_found_plan_fits_and_beats_every_baseline(layers: int, factor: float, overlaps: bool) -> None:
     graph, machine = transformer(layers, 512), cluster(1, 4, intra=2e9, overlaps=overlaps)
     limit = int(smallest_limit(graph, machine) * factor)

@@ -67,7 +67,7 @@ LIMITS = [(1.02, None), (1.2, None), (1.6, None), (2.5, None), (1.3, 0.6), (1.8,
 
 @pytest.mark.parametrize(("factor", "selective"), some(LIMITS, 3))
 def test_no_plan_of_the_form_is_noticeably_faster(factor: float, selective: float | None) -> None:
-    graph = transformer(4 if THOROUGH else 3, 512, vocabulary=4096, selective=selective)
+    graph = transformer(4 if THOROUGH else 2, 512, vocabulary=4096, selective=selective)
     space = Space(graph)
     task = Task(graph, MACHINE, 10 * GIB)
     loads = loads_of(task, space)
