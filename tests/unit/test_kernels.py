@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -39,17 +40,23 @@ def nvrtc() -> Nvrtc:
     return find_nvrtc()
 
 
+@cache
+def compiled(nvrtc: Nvrtc, name: str, architecture: str) -> tuple[str, bytes]:
+    """Return the PTX and the cubin of a source of `cuda/`, compiled once."""
+    return nvrtc.compile((CUDA / name).read_text(), architecture)
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_source_compiles(nvrtc: Nvrtc, path: Path, architecture: str) -> None:
-    ptx, cubin = nvrtc.compile(path.read_text(), architecture)
+    ptx, cubin = compiled(nvrtc, path.name, architecture)
     assert f".target {architecture}" in ptx
     assert ".entry " in ptx
     assert cubin.startswith(b"\x7fELF")
 
 
 def test_pack_cast_loads_and_stores_vectors(nvrtc: Nvrtc) -> None:
-    ptx, _ = nvrtc.compile((CUDA / "pack_cast.cu").read_text(), "sm_80")
+    ptx, _ = compiled(nvrtc, "pack_cast.cu", "sm_80")
     kernels = {kernel.split("(")[0].strip(): kernel for kernel in ptx.split(".entry ")[1:]}
     assert set(kernels) == {"pack_cast_bf16", "pack_cast_fp32"}
     for kernel in kernels.values():
@@ -61,7 +68,7 @@ def test_pack_cast_loads_and_stores_vectors(nvrtc: Nvrtc) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_blocks_have_the_registers_that_launches_count_on(nvrtc: Nvrtc, path: Path, architecture: str) -> None:
     """A multiprocessor has 65,536, for eight blocks of 256 threads or, of gathers, four; and none is put elsewhere."""
-    _, cubin = nvrtc.compile(path.read_text(), architecture)
+    _, cubin = compiled(nvrtc, path.name, architecture)
     found = registers(cubin)
     assert set(found) == {kernel for kernel, file in KERNELS.items() if file == path.name}
     for kernel, (taken, frame_bytes) in found.items():
@@ -72,7 +79,7 @@ def test_blocks_have_the_registers_that_launches_count_on(nvrtc: Nvrtc, path: Pa
 
 def test_slots_are_zeroed_when_they_have_been_read(nvrtc: Nvrtc) -> None:
     """Zeros stored while loads of the same places are on their way took five times as long on an H200."""
-    ptx, _ = nvrtc.compile((CUDA / "scatter_accumulate.cu").read_text(), "sm_90")
+    ptx, _ = compiled(nvrtc, "scatter_accumulate.cu", "sm_90")
     (kernel,) = re.findall(r"\.entry take_gradient\(.*?^}", ptx, re.MULTILINE | re.DOTALL)
     order = re.findall(r"(ld|st)\.global\.cg\.(v4|f32|u32|b32)", kernel)
     for width in ("v4", order[-1][1]):
@@ -82,7 +89,7 @@ def test_slots_are_zeroed_when_they_have_been_read(nvrtc: Nvrtc) -> None:
 
 
 def test_gathers_have_four_loads_on_their_way(nvrtc: Nvrtc) -> None:
-    ptx, _ = nvrtc.compile((CUDA / "gather.cu").read_text(), "sm_90")
+    ptx, _ = compiled(nvrtc, "gather.cu", "sm_90")
     order = re.findall(r"(ld|st)\.global\.cg\.v4", ptx)
     assert "".join("L" if one == "ld" else "S" for one in order).count("LLLLSSSS") == 1
 

@@ -170,7 +170,7 @@ def test_pairs_that_are_ruled_out_at_once_do_not_fit(
 def of_unlike_blocks() -> tuple[Workload, CandidateSet]:
     """Return candidates for a model of blocks of which no two are alike."""
     load = Workload(cluster(1, 4, intra=2e9), "adam", "fp32", 2)
-    return load, Space(transformer(6, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
+    return load, Space(transformer(4, 512, distinct=True)).candidates(load, strategies_on(load.cluster)[1])
 
 
 def test_too_many_labels_lower_what_is_certified_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

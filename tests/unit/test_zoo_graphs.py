@@ -38,8 +38,9 @@ def test_they_are_of_this_tracer_and_of_these_models() -> None:
 
 
 @LATEST
-@pytest.mark.parametrize(("name", "precision"), some(ALL, 5, first=2))
+@pytest.mark.parametrize(("name", "precision"), some(ALL, 7, first=2))
 def test_they_are_what_a_trace_makes(name: str, precision: str) -> None:
+    """Unless thorough, of one model of each family, some in fp32 and one in bf16."""
     assert zoo_graph(name, None, precision) == trace_model(load_model(name), precision, DEVICE_TYPE), AGAIN
 
 
