@@ -91,6 +91,16 @@ def visit(browser: Any, request: pytest.FixtureRequest) -> Iterator[Visit]:
     context.close()
 
 
+@pytest.fixture(scope="module")
+def wide(browser: Any, frontier: Path) -> Iterator[Visit]:
+    """The frontier on a wide screen, opened once."""
+    context = browser.new_context(viewport={"width": 1600, "height": 900}, color_scheme="light")
+    visit = Visit(context.new_page())
+    visit.open(frontier)
+    yield visit
+    context.close()
+
+
 @pytest.mark.parametrize(
     "visit",
     [(400, "light"), (1600, "dark")] if THOROUGH else [(400, "dark")],
@@ -136,9 +146,9 @@ def check(visit: Visit, pictures: tuple[str, ...]) -> None:
     assert visit.faults == []
 
 
-def test_the_slider_moves_the_plan(visit: Visit, frontier: Path, plans: list[Planned]) -> None:
+def test_the_slider_moves_the_plan(wide: Visit, plans: list[Planned]) -> None:
     """By keyboard, as a reader without a mouse does."""
-    visit.open(frontier)
+    visit = wide
     for index, (key, planned) in enumerate(zip(("Home", "End"), plans, strict=True)):
         visit.page.locator("#limit").press(key)
         plan = planned.plan
@@ -168,10 +178,10 @@ def hover(visit: Visit, picture: str, trace: int, point: int) -> str:
     return found
 
 
-def test_hovering_tells_what_the_plan_says(visit: Visit, folder: Path, plans: list[Planned]) -> None:
-    path, planned = folder / "plan.html", plans[0]
-    write_report(path, make_report([planned], HOW))
-    visit.open(path)
+def test_hovering_tells_what_the_plan_says(wide: Visit, plans: list[Planned]) -> None:
+    visit, planned = wide, plans[0]
+    visit.page.locator("#limit").press("Home")
+    visit.page.wait_for_function("document.getElementById('limit').value === '0'")
     names = visit.page.evaluate("document.getElementById('strip').data.map(t => t.hovertext)")
     for operator in (planned.graph.operators[0], planned.graph.operators[8]):
         trace, point = next(
