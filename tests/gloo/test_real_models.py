@@ -11,7 +11,7 @@ from thoroughness import THOROUGH
 
 SAMPLE = [
     ("DebertaForMaskedLM", "mixture"),
-    ("T5ForConditionalGeneration, shallow", "recompute"),
+    ("T5ForConditionalGeneration", "recompute"),
     ("T5ForConditionalGeneration, shallow", "bf16"),  # asks a layer of a block for its dtype
     ("SwinForImageClassification", "plan"),
     ("nn.LSTM, nn.GRU", "bf16"),

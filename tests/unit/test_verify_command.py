@@ -150,8 +150,7 @@ def test_a_model_whose_constructor_asks_for_its_weights(how: dict[str, Any]) -> 
     """Whether they are orthogonal already; verifying once refused what planning accepts."""
 
     def build() -> nn.Module:
-        layers = [nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), **how) for _ in range(1)]
-        return nn.Sequential(*layers, nn.Linear(16, 4))
+        return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), **how), nn.Linear(16, 4))
 
     model = source_of(build, "orthogonal", None, lambda batch: torch.randn(batch, 16))
     graph, machine = trace_model(model), load_cluster("cpu-gloo", 1, 2)
