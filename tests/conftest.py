@@ -111,8 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not (hasattr(config, "workerinput") or config.option.collectonly):
         if config.getoption("--thorough"):
-            os.environ[thoroughness.VARIABLE] = "1"
-            thoroughness.THOROUGH = True
+            thoroughness.be_thorough()
         if config.getoption("--draw"):
             os.environ[thoroughness.DRAW] = config.getoption("--draw")
         os.environ["OSDP_CACHE_DIR"] = ""  # models are traced, but where a test keeps graphs

@@ -11,10 +11,17 @@ Item = TypeVar("Item")
 VARIABLE = "OSDP_TEST_THOROUGH"
 """Environment variable that tests/conftest.py sets for the option."""
 THOROUGH = VARIABLE in os.environ
-STEPS = 3 if THOROUGH else 2
+FEW_STEPS, MANY_STEPS = 2, 3
+STEPS = MANY_STEPS if THOROUGH else FEW_STEPS
 """Of a training that is compared with one process: the second step follows an update, and has moments."""
 DRAW = "OSDP_TEST_DRAW"
 """Environment variable that tests/conftest.py sets to the one draw that `--draw` asks for."""
+
+
+def be_thorough() -> None:
+    """Draw all there is, in this process and those that it starts, before tests are imported."""
+    global THOROUGH, STEPS
+    os.environ[VARIABLE], THOROUGH, STEPS = "1", True, MANY_STEPS
 
 
 def some(items: Sequence[Item], share: int, first: int = 0) -> list[Item]:

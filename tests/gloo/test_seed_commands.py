@@ -128,7 +128,7 @@ SHORTER = {
     "osdp plan --model gpt2-1.5b --mem 8GB": "--batch 2",
     "osdp plan --model gpt2-1.5b --mem 8GB --pin 'blocks.*.mlp.up=split(4*shard)'": "--model gpt2-tiny",
 }
-"""Further options unless thorough: of the first tests/unit/test_cli.py bounds the memory; its model is the second's."""
+"""Further options unless thorough: tests/unit/test_cli.py bounds the memory of the first; one plans its model."""
 ALIKE = (
     "torchrun --nproc_per_node 4 examples/bert_auto_wrap.py --fsdp_args communication_with_groups",
     "sh scripts/script_gpt2_training.sh --fsdp_type FSDP",

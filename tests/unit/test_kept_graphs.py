@@ -14,7 +14,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 from command_line import trace_once
 from hypothesis import given
@@ -363,15 +362,15 @@ raise SystemExit(status)
 def test_a_kept_graph_is_planned_without_torch(folder: Path, tmp_path: Path) -> None:
     """Also where the cluster is the one of the GPUs that are visible, if no driver is there."""
 
-    def told(*arguments: str, python: str = sys.executable, imports: str = "False") -> str:
+    def told(*arguments: str, imports: str = "False") -> str:
         """Do it in another process, and return what it prints."""
-        command = [python, "-c", PROGRAM, *arguments]
+        command = [sys.executable, "-c", PROGRAM, *arguments]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         assert run.stderr.split()[-1] == imports
         return run.stdout
 
     wanted = "plan", "--model", "gpt2-tiny", "--seq", "32", "--mem", "2GB"
-    first = json.loads(told(*wanted, "--json", python=programs.python(), imports="True"))
+    first = json.loads(told(*wanted, "--json", imports="True"))
     plan = tmp_path / "plan.yaml"
     second = json.loads(told(*wanted, "-o", str(plan), "--json"))
     seconds = [one.pop("seconds") for one in (first, second)]

@@ -37,7 +37,7 @@ def test_nothing_is_allocated(world_size: int) -> None:
 
 
 def run_dry(case: Case, in_rings: bool) -> DryRun:
-    """Run a case dry, with all reduce-scatters in rings or by the backend; unless thorough with data: faster."""
+    """Run a case dry, with all reduce-scatters in rings or by the backend; with data unless thorough."""
     graph = graph_of(case.family, case.vocabulary, case.length, case.precision)
     model = source(case.family, case.vocabulary, case.length)
     script = Script(model.build, model.example_inputs, lambda out: find_loss(out)[0], case.optimizer, case.micro_batch)
