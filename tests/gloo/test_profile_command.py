@@ -40,7 +40,7 @@ from runtime.optimizers import OPTIMIZERS
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 180.0
-BUDGET_S = "60" if THOROUGH else "10"
+BUDGET_S = "60" if THOROUGH else "20"
 QUICK = ("--model", "gpt2-tiny", "--batch", "1,2", "--repetitions", "2", "--budget-s", BUDGET_S, "--device", "cpu")
 
 
