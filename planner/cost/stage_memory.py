@@ -272,7 +272,7 @@ class StageMemoryWalk:
                     around = prefetched + (reduce_input if unit.stalls else 0)
                     seen = Neighbours(above and unit.stalls, below)
                     self.note_reduction(unit, call.operator, unsharded, waiting, around, ("reduction", j), seen)
-                    reduced += 0 if self.accumulates else unit.bytes.gradients
+                    reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
                 if unit.first == j and unit.replaces_reduction:
                     reduce_input, above = unit.left_reduce_input, False
 
@@ -321,7 +321,7 @@ class StageMemoryWalk:
             live = "reduction", 0  # what is fed and what is returned
             self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, live, ALONE)
             unsharded -= unit.bytes.unsharded
-            reduced += 0 if self.accumulates else unit.bytes.gradients
+            reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
 
     def next_prefetch(self, j: int) -> tuple[int, bool, int]:
         """Return AG and AGH of FSDP2's unit whose backward comes next below call j, or that it is another stage's."""

@@ -417,7 +417,7 @@ class StageUnits:
         stepped = sum(unit.bytes.stepped for unit in opened)
         gradients = sum(unit.bytes.gradients for unit in opened)
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
-        held = [unit.bytes.stepped for unit in opened if accumulates and unit.bytes.gradients > unit.bytes.stepped]
+        held = sum(unit.bytes.beside_sums for unit in opened) if accumulates else 0
         on_device = (graph.operators[i] for unit in opened if not unit.bytes.offloaded for i in unit.operators)
         tensors = sum(parameter.trainable for operator in on_device for parameter in operator.parameters)
         largest, second = two_largest(
@@ -427,7 +427,7 @@ class StageUnits:
             "strategies": self.strategies,
             "parameters": sum(unit.bytes.parameters for unit in opened),
             "optimizer": sum(unit.bytes.optimizer for unit in opened),
-            "gradients": gradients - sum(held),
+            "gradients": gradients - held,
             "stepped": stepped,
             "updates": sum(unit.bytes.updates for unit in opened),
             "largest": largest,
@@ -435,7 +435,7 @@ class StageUnits:
             "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
             + max((unit.late_reduction for unit in waiting), default=0)
             - (0 if accumulates else sum(unit.bytes.gradients for unit in waiting))
-            + sum(held),
+            + held,
             "kept": sum(unit.kept for unit in self.own),
             "gather_output": entered.bytes.gathered if entered else 0,
             "gathers": entered is not None,

@@ -82,6 +82,11 @@ class UnitBytes:
     offloaded: int = 0
     """SG in the host's memory."""
 
+    @property
+    def beside_sums(self) -> int:
+        """SG, where FSDP2 has the sums in reduce dtype beside it from the reduction to the end of backward, else 0."""
+        return self.stepped if self.gradients > self.stepped else 0
+
     def __add__(self, other: UnitBytes) -> UnitBytes:
         both = UnitBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
         largest, second = two_largest((self.largest, self.second, other.largest, other.second))
