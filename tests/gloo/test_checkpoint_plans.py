@@ -27,7 +27,7 @@ from thoroughness import some
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
 
-SAVED_AFTER, STEPS, SHARES = 1, 3, 4
+SAVED_AFTER, STEPS, SHARES = 2, 4, 4
 """Every step's data is in 4 shares: one a rank, or two a rank one after the other."""
 
 
@@ -37,7 +37,7 @@ def mixture(family: str, nodes: int, ranks_per_node: int, seed: int) -> Case:
     known = known_strategies(cluster_of(nodes, ranks_per_node))
     choices = {}
     for operator in graph_of(family).operators:
-        cut = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.25
+        cut = operator.kind == "Linear" and len(operator.modules) == 1 and draw.random() < 0.5
         choices[operator.name] = format_choice([draw.choice(known) for _ in range(draw.randint(2, 3) if cut else 1)])
     recomputed = tuple(block for block in blocks_of(family) if draw.random() < 0.5)
     accumulation = SHARES // (nodes * ranks_per_node)
@@ -88,7 +88,7 @@ def test_a_run_continues_under_another_plan_on_other_ranks(
 
 def test_a_run_under_odc_continues_under_shard_on_other_ranks_and_back(tmp_path: Path) -> None:
     """Optimizer states too: Adam's moments decide the later steps."""
-    plans = (("odc:2", 2, 2, 0, 1), ("shard", 1, 2, 1, 2), ("odc_ordered:4", 1, 4, 2, STEPS))
+    plans = (("odc:2", 2, 2, 0, 2), ("shard", 1, 2, 2, 3), ("odc_ordered:4", 1, 4, 3, STEPS))
     norms: list[float] = []
     for choice, nodes, ranks_per_node, first, last in plans:
         ranks = nodes * ranks_per_node
