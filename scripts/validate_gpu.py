@@ -4,7 +4,7 @@ Each check runs in a process of its own and within its time; those that time not
 cores and much GPU memory.  After each, `validate-gpu.json` and `validate-gpu.md` are written anew to --output;
 `check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2 if there is no GPU.
 `--cpu` runs all of them without one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down
-and not judged.
+and not judged.  What the tests need, they need too: `sh scripts/test.sh` or `pip install -e '.[test]'`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
@@ -30,6 +31,14 @@ from validation.report import outcome, write_report  # noqa: E402
 def main() -> int:
     """Parse the command line and run the checks, or be one of them."""
     options = parse()
+    missing = [name for name in ("pytest", "xdist", "hypothesis") if find_spec(name) is None]
+    if missing:
+        print(
+            f"osdp: {sys.executable} has no {', '.join(missing)}, which some checks run\n"
+            "  try: pip install -e '.[test]', or sh scripts/test.sh, which makes .venv with it",
+            file=sys.stderr,
+        )
+        return 2
     place = Place("cpu" if options.cpu else "cuda", options.long, options.scratch)
     by_number = {check.number: check for check in CHECKS}
     if options.as_check:

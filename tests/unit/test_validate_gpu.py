@@ -240,3 +240,18 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
     assert done.returncode == 2
     assert done.stderr == "osdp: PyTorch finds no GPU\n  try: --cpu, which runs the checks without one\n"
     assert done.stdout == ""
+
+
+def test_without_the_tools_of_the_tests_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An environment that quickstart.sh made has no pytest: each check failed with a traceback of its own."""
+    monkeypatch.setattr(validate_gpu, "find_spec", lambda name: None if name == "pytest" else object())
+    monkeypatch.setattr(sys, "argv", ["validate_gpu.py", "--cpu", "--output", str(tmp_path / "report")])
+    assert validate_gpu.main() == 2
+    shown = capsys.readouterr()
+    assert shown.err == (
+        f"osdp: {sys.executable} has no pytest, which some checks run\n"
+        "  try: pip install -e '.[test]', or sh scripts/test.sh, which makes .venv with it\n"
+    )
+    assert (shown.out, (tmp_path / "report").exists()) == ("", False)
