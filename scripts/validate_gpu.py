@@ -10,13 +10,13 @@ and not judged.  What the tests need, they need too: `sh scripts/test.sh` or `pi
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT)]  # so that it runs from a clone
@@ -42,6 +42,7 @@ def main() -> int:
     place = Place("cpu" if options.cpu else "cuda", options.long, options.scratch)
     by_number = {check.number: check for check in CHECKS}
     if options.as_check:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends the commands that it runs
         write_finding(by_number[options.as_check].run(place), options.finding)
         return 0
     if not options.cpu and not visible_gpus():
@@ -77,18 +78,8 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
         print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)
 
     together = [check for check in chosen if check.times_nothing] if has_room(place) else []
-    is_over = {check.number: Event() for check in together}
-
-    def run_in_turn(check: Check) -> Finding:
-        if check.after in is_over:
-            is_over[check.after].wait()
-        try:
-            return run_one(check, place, output)
-        finally:
-            is_over[check.number].set()
-
     with ThreadPoolExecutor(max(1, len(together))) as pool:
-        begun = {pool.submit(run_in_turn, check): check for check in together}
+        begun = {pool.submit(run_one, check, place, output): check for check in together}
         for ended in as_completed(begun):
             note(begun[ended], ended.result())
     for check in chosen:
@@ -98,12 +89,15 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
 
 
 def run_one(check: Check, place: Place, output: Path) -> Finding:
-    """Run a check in a folder of its own, if there are the GPUs that it needs."""
+    """Run a check in a folder of its own, if there are the GPUs that it needs; if that fails, others still run."""
     if check.gpus > visible_gpus() and not place.is_dry:
         return skipped(f"it needs {check.gpus} GPUs, and there is one")
-    with tempfile.TemporaryDirectory() as folder:
-        own = Place(place.device, place.is_long, Path(folder))
-        return run_check(check, own, output / f"check-{check.number}.log")
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            own = Place(place.device, place.is_long, Path(folder))
+            return run_check(check, own, output / f"check-{check.number}.log")
+    except Exception as error:
+        return Finding(False, f"it could not be run: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -57,5 +57,3 @@ class Check:
     """The fewest that it needs; dry runs need none."""
     times_nothing: bool = False
     """Whether it may run beside others that do not, on a machine with room for several."""
-    after: int | None = None
-    """Of checks that run at once, the one that ends before this begins, which uses what it leaves."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from validation.check import Check, Finding, Place, skipped
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 15
 """Of a check's output, shown where it failed."""
+END_WITHIN_S = 5.0
+"""What is asked to end has so long, then it is killed."""
 
 
 def command_output(
@@ -38,7 +41,11 @@ def own_environment() -> dict[str, str]:
 
 
 def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a command with all that it starts; return its exit status (124: it took too long) and its output."""
+    """Run a command with all that it starts; return its exit status (124: it took too long) and its output.
+
+    What takes too long is asked to end first: a check then ends the commands that it runs, which have groups of their
+    own.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -53,9 +60,21 @@ def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str,
         output, _ = process.communicate(timeout=timeout_s)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return 124, output
+        return 124, _ended(process)
+    except BaseException:
+        _ended(process)
+        raise
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """End a process and its group; return what it has printed."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_WITHIN_S)
+    output, _ = process.communicate()
+    return output
 
 
 def run_check(check: Check, place: Place, log: Path) -> Finding:

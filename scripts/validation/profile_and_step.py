@@ -41,7 +41,7 @@ ROUNDS = 24
 MOST_OFF = 0.10
 LEAST_BUSY = 0.90
 """Of a step that does not wait for Python."""
-PROFILE_TIMEOUT_S = 110.0
+PROFILE_TIMEOUT_S = 130.0
 
 
 def profiled(place: Place, ranks: int, model: str, precision: str) -> Path | Finding:

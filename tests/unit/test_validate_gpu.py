@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from thoroughness import THOROUGH
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import validate_gpu  # noqa: E402
-from validation import kernels, one_sided, processes  # noqa: E402
+from validation import kernels, memory, one_sided, processes  # noqa: E402
 from validation.check import Check, Finding, Place, skipped  # noqa: E402
 from validation.checks import CHECKS  # noqa: E402
 from validation.processes import command_output, run_check, run_tests, write_finding  # noqa: E402
@@ -88,6 +93,21 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started() -> None:
     assert (status, output) == (124, "here\n")
 
 
+def test_a_check_that_takes_too_long_ends_the_command_that_it_runs(place: Place, tmp_path: Path) -> None:
+    """That has a group of its own, and went on beside the checks after it."""
+    number = tmp_path / "number"
+    inner = f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import signal, sys; from validation.processes import command_output;"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1));"
+        f"command_output([sys.executable, '-c', {inner!r}], 50.0)"
+    )
+    status, _ = command_output([sys.executable, "-c", code], 4.0)
+    assert status == 124
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
+
+
 def test_what_a_command_prints_is_in_the_log_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert command_output([sys.executable, "-c", "print('said')"], 30.0) == (0, "said\n")
     assert "said" in capfd.readouterr().out.splitlines()
@@ -142,6 +162,70 @@ def test_outcomes_of_tests(
 
 
 # --- checks
+
+
+@pytest.mark.parametrize(
+    ("halves", "passed"), [((True, True), True), ((True, False), False), ((False, True), False), ((None, None), None)]
+)
+def test_windows_are_checked_with_both_kinds_of_segments(
+    place: Place, monkeypatch: pytest.MonkeyPatch, halves: tuple[bool | None, bool | None], passed: bool | None
+) -> None:
+    kinds = list[Any]()
+
+    def run(place: Place, files: list[str], keyword: str, timeout_s: float, environment: dict[str, str]) -> Finding:
+        kinds.append(environment)
+        return Finding(halves[len(kinds) - 1], "told", {"tests": len(kinds)})
+
+    monkeypatch.setattr(one_sided, "run_tests", run)
+    found = one_sided.processes(replace(place, device="cuda"))
+    assert kinds[0] == {}
+    assert [*kinds[1].values()] == ["expandable_segments:True"]
+    assert found == Finding(
+        passed, "as is: told; expandable segments: told", {"as_is": {"tests": 1}, "expandable_segments": {"tests": 2}}
+    )
+
+
+def test_each_test_of_windows_on_a_gpu_is_in_one_check(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are chosen by words in their names: one with another name would silently be in none."""
+    keywords = list[str]()
+
+    def run(place: Place, files: list[str], keyword: str, timeout_s: float, *_: Any) -> Finding:
+        if files == ["gpu/test_odc_gpu.py"] and keyword not in keywords:
+            keywords.append(keyword)
+        return Finding(True, "told")
+
+    monkeypatch.setattr(one_sided, "run_tests", run)
+    for one in (one_sided.compile_kernels, one_sided.streams, one_sided.processes, one_sided.left_behind):
+        one(replace(place, device="cuda"))
+    source = (SCRIPTS.parent / "tests" / "gpu" / "test_odc_gpu.py").read_text()
+    names = [one.name for one in ast.parse(source).body if isinstance(one, ast.FunctionDef)]
+    tests = [name for name in names if name.startswith("test_")]
+
+    def chosen(keyword: str, name: str) -> bool:
+        return bool(eval(re.sub(r"(?!and\b|or\b|not\b)\b\w+", lambda word: str(word[0] in name), keyword)))
+
+    assert len(keywords) == 4
+    assert [(name, sum(chosen(keyword, name) for keyword in keywords)) for name in tests] == [(n, 1) for n in tests]
+
+
+def test_only_cases_that_offload_parameters_are_left_out_when_time_is_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = list[memory.Case]()
+
+    def held(view: memory.Case, *_: Any) -> memory.Held:
+        ran.append(view)
+        return memory.Held(100, 100, 100, 100, 0.0, 100, 0.0)
+
+    monkeypatch.setattr(memory, "limits_of", lambda wanted: nullcontext({}))
+    monkeypatch.setattr(memory, "opened", lambda case, source: case)
+    monkeypatch.setattr(memory, "held", held)
+    monkeypatch.setattr(memory, "BEGIN_WITHIN_S", -1.0)
+    wanted = memory.cases(is_long=False)
+    found = memory.check(replace(place, device="cuda"))
+    assert ran == [case for case in wanted if memory.OFFLOAD not in case.strategy]
+    assert 0 < len(ran) < len(wanted)
+    assert (found.passed, found.told.partition(",")[0]) == (True, f"{len(ran)} of {len(wanted)} cases ran")
 
 
 LESS = {
@@ -214,23 +298,36 @@ def test_rates_are_judged_by_their_targets() -> None:
 def test_checks_that_time_nothing_run_at_once_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before those that time, and after the one whose work they find, while others run already."""
-    both, ran = threading.Barrier(2, timeout=20), list[int]()
+    """Before those that time."""
+    all_of_them, ran = threading.Barrier(3, timeout=20), list[int]()
 
     def run_one(one: Check, place: Place, output: Path) -> Finding:
-        if one.number in (2, 3):
-            both.wait()
+        if one.times_nothing:
+            all_of_them.wait()
         ran.append(one.number)
         return Finding(True, "fine")
 
     monkeypatch.setattr(validate_gpu, "has_room", lambda place: True)
     monkeypatch.setattr(validate_gpu, "run_one", run_one)
-    at_once = [check(number, times_nothing=True, after=2 if number == 4 else None) for number in (4, 2, 3)]
-    chosen = [check(1, after=4), *at_once, check(5)]
+    chosen = [check(1), *(check(number, times_nothing=True) for number in (4, 2, 3)), check(5)]
     found = validate_gpu.run_all(chosen, Place("cpu", False, tmp_path), tmp_path)
     assert set(found) == {1, 2, 3, 4, 5}
-    assert ran.index(2) < ran.index(4)
     assert ran[3:] == [1, 5]
+
+
+def test_a_check_that_cannot_be_run_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(one: Check, place: Place, log: Path) -> Finding:
+        if one.number == 2:
+            raise OSError("no space left on device")
+        return Finding(True, "fine")
+
+    monkeypatch.setattr(validate_gpu, "has_room", lambda place: True)
+    monkeypatch.setattr(validate_gpu, "run_check", run)
+    chosen = [check(1), check(2, times_nothing=True), check(3, times_nothing=True)]
+    found = validate_gpu.run_all(chosen, Place("cpu", False, tmp_path), tmp_path)
+    assert {number: one.passed for number, one in found.items()} == {1: True, 2: False, 3: True}
+    assert found[2].told == "it could not be run: OSError: no space left on device"
+    assert (tmp_path / "validate-gpu.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
