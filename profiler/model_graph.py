@@ -219,6 +219,11 @@ class CallMemory:
     """The same when it reaches the operator's own module."""
     backward_end_bytes: Affine
     """The same when it is over."""
+    module_backward_end_bytes: Affine
+    """The same before the gradient that it returns is added to one that waits for it, as a residual connection's does.
+
+    FSDP2 reduces the gradients of a module then.
+    """
 
     def forward_peak(self, micro_batch: int) -> float:
         """Return the peak of the forward as the highest of its parts, tighter than `forward_peak_bytes`."""

@@ -48,16 +48,18 @@ def call(
         rest_backward_start_bytes=Affine(0, (saved_mb + output_mb) * MB),
         module_backward_start_bytes=Affine(0, (saved_mb + output_mb) * MB),
         backward_end_bytes=Affine(),
+        module_backward_end_bytes=Affine(),
         output_bytes=Affine(0, output_mb * MB),
     )
 
 
 def chained(calls: list[Call]) -> list[Call]:
     """Let every call begin with the output of the call before it, and end its backward with the gradient of that."""
-    links = [
-        replace(call, forward_start_bytes=before.output_bytes, backward_end_bytes=before.output_bytes)
-        for before, call in pairwise(calls)
-    ]
+    links = []
+    for before, call in pairwise(calls):
+        handed = before.output_bytes
+        ends = {"backward_end_bytes": handed, "module_backward_end_bytes": handed}
+        links.append(replace(call, forward_start_bytes=handed, **ends))
     return [*calls[:1], *links]
 
 

@@ -228,6 +228,8 @@ class StageActivations:
             forward, backward = call.forward_parts(batch), call.backward_parts(batch)
             before = saved - self.held[j]
             start = call.rest_backward_start_bytes if is_whole else call.module_backward_start_bytes
+            # The gradients of a module's inputs are there; those of a block's are added up in it.
+            end = call.backward_end_bytes if is_whole else call.module_backward_end_bytes
             at: dict[str, float] = {
                 "gather": before + call.forward_start_bytes(batch),
                 "call": before + max(forward),
@@ -237,7 +239,8 @@ class StageActivations:
                 "unshard": saved + start(batch) + self.offloaded,
                 "backward of call": saved + max(backward) + self.offloaded,
                 "backward of module": saved + max(backward[:ends_back]) + self.offloaded,
-                "reduction": saved + call.backward_end_bytes(batch) + self.offloaded,
+                "reduction": saved + end(batch) + self.offloaded,
+                "end": saved + call.backward_end_bytes(batch) + self.offloaded,
             }
             if self.recompute:
                 at |= {"before again": again_start, "call again": again_peak}

@@ -20,6 +20,8 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     recomputation              U of the block + AG below + RSI + saved in the block + forward peak
     (a block of several units: each is gathered as in forward, AG_i until it ends, and stays to its backward)
 
+(a unit that is a part of a block is reduced before the gradient of its input is added to others: both are left)
+
 plus everywhere: `saved`, U of kept units whose backward is to come (H of units with a secondary copy),
 U and G of open spanning units.  RSI is the input of the last reduction, of whichever unit that was.
 
@@ -318,7 +320,7 @@ class StageMemoryWalk:
             done -= set(unit.operators)
             self.waiting = [other for other in self.waiting if other is not unit]
             waiting = reduced + self.held(done)
-            live = "reduction", 0  # what is fed and what is returned
+            live = "end", 0  # what is fed and what is returned
             self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, live, ALONE)
             unsharded -= unit.bytes.unsharded
             reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients

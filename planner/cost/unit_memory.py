@@ -140,22 +140,10 @@ def unit_bytes(
         if strategy.secondary:
             secondary += allocated_bytes(compute * shard * parts // strategy.secondary)
     spec, volume = strategy.spec, volume_of(parameters, parts, precision)
-    # The shard is reduced in reduce dtype: a copy, unless it rests in that dtype, or the buffer is one rank's anyway.
-    reduced = allocated_bytes(volume.reduced // parts) if gradients < volume.reduced // parts else 0
-    if spec.has_owner:
-        reduced = 0
-    elif spec.one_sided:
-        # FSDP2 makes the sharded gradients out of zeros of the dtype that is pushed.
-        reduced = allocated_bytes(pushed // parts) if pushed // parts < gradients else 0
+    reduced = _reduced_copy(strategy, gradients, volume.reduced // parts, pushed // parts)
     # Until the end of backward, where it is all-reduced over other groups in there.
     until_the_end = strategy.group < ranks and not spec.one_sided
-    # The shard is sent in compute dtype: a copy, unless it rests in that dtype on the device.  Those of the host are
-    # tensors of their own; what they were cast from is gone before there is AG, which is larger.
-    sent = resent = 0
-    if parts > 1 and not spec.one_sided:
-        sent = resent = copied if strategy.offload else allocated_bytes(cast)
-        if strategy.secondary:
-            resent = 0 if strategy.offload else allocated_bytes(cast * parts // strategy.secondary)
+    sent, resent = _sent_copies(strategy, cast, copied)
     permuted = sum(map(allocated_bytes, spec.temporaries(volume.gathered, node)))
     # It is gone before SG is made, where that is not what was reduced.
     exchanged = sum(map(allocated_bytes, spec.temporaries(volume.reduced, node)))
@@ -190,6 +178,33 @@ def unit_bytes(
     casts = allocated_bytes(gradients) if reduced else 0
     kept = allocated_bytes(volume.reduced // parts)
     return replace(there, gradients=kept, reduce_temporary=unit.reduce_temporary + casts)
+
+
+def _reduced_copy(strategy: Strategy, gradients: int, reduced: int, pushed: int) -> int:
+    """Return the bytes of the shard that was reduced where that is a copy, given all shards' before rounding.
+
+    It is in reduce dtype: a copy, unless it rests in that dtype, or the buffer is one rank's anyway.
+    """
+    if strategy.spec.has_owner:
+        return 0
+    if strategy.spec.one_sided:
+        # FSDP2 makes the sharded gradients out of zeros of the dtype that is pushed.
+        return allocated_bytes(pushed) if pushed < gradients else 0
+    return allocated_bytes(reduced) if gradients < reduced else 0
+
+
+def _sent_copies(strategy: Strategy, cast: int, copied: int) -> tuple[int, int]:
+    """Return what of AGX and AGH is the shard that is sent, given the bytes of its `cast` tensors and of all.
+
+    It is in compute dtype: a copy, unless it rests in that dtype on the device.  Those of the host are tensors of their
+    own; what they were cast from is gone before there is AG, which is larger.
+    """
+    if strategy.parts == 1 or strategy.spec.one_sided:
+        return 0, 0
+    sent = copied if strategy.offload else allocated_bytes(cast)
+    if not strategy.secondary:
+        return sent, sent
+    return sent, 0 if strategy.offload else allocated_bytes(cast * strategy.parts // strategy.secondary)
 
 
 def _unshard_temporary(parameters: Iterable[Parameter], strategy: Strategy, precision: str) -> int:

@@ -140,6 +140,7 @@ def _memory(
         "rest_backward_start_bytes": whole.rest_backward_start_bytes if last else backward_start,
         "module_backward_start_bytes": whole.module_backward_start_bytes if last else backward_start,
         "backward_end_bytes": whole.backward_end_bytes if index == 0 else backward_start,
+        "module_backward_end_bytes": whole.module_backward_end_bytes if index == 0 else backward_start,
     }
 
 

@@ -86,6 +86,8 @@ class Ledger:
         """Numbers of the events after the last block, and the live bytes of each."""
         self._released: list[LiveStorage] = []
         """What has died after the last block."""
+        self._before_sum: int | None = None
+        """In backward, the live bytes when gradients were first added after the last op of the current call's nodes."""
         self._bytes = self._waste = self._marks = 0
 
     # --- calls ------------------------------------------------------------------------------------
@@ -228,6 +230,7 @@ class Ledger:
             for end in (call.module_end, call.block_end):
                 end.arrived = None if end.arrived is None else end.arrived - base.bytes
             call.ended = None if call.ended is None else call.ended - base.bytes
+            call.module_ended = None if call.module_ended is None else call.module_ended - base.bytes
         for number, execution in enumerate(self.executions):
             if number in first:
                 execution.again.rebase(before[first[number]])
@@ -259,6 +262,19 @@ class Ledger:
         """Note that the backward of the current call is over, for now."""
         if self.call.backward.events:
             self.call.ended = self._bytes
+            self.call.module_ended = self._bytes if self._before_sum is None else self._before_sum
+        self._before_sum = None
+
+    def note_sum(self, number: int, *, adds: bool) -> None:
+        """Note that an op of an autograd node runs, and whether it `adds` what may be two gradients.
+
+        Autograd does so between nodes, but for PyTorch the one before is still running.
+        """
+        if not adds:
+            if self.call_of(number) == self.index:
+                self._before_sum = None
+        elif self._before_sum is None:
+            self._before_sum = self._bytes
 
     def arrive(self, number: int) -> None:
         """Note where an autograd node whose backward runs now was made, if in the current call's forward."""

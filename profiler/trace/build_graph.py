@@ -234,6 +234,7 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         rest_backward_start_bytes=start([block.arrived for _, block in ends], backward),
         module_backward_start_bytes=start([module.arrived for module, _ in ends], backward),
         backward_end_bytes=_instant([record.ended for record in records], backward, sizes) or Affine(),
+        module_backward_end_bytes=_instant([record.module_ended for record in records], backward, sizes) or Affine(),
     )
 
 

@@ -78,6 +78,8 @@ class CallRecord:
     """Of the block, or, of any but its last call, of the module."""
     ended: int | None = None
     """Bytes as of an event when the backward was over, None if there was none."""
+    module_ended: int | None = None
+    """The same before the gradients that the call's nodes return are added to those that wait for them."""
     output: int = 0
     """Bytes that this call wrote and later calls read."""
     reads_parameters: bool = False

@@ -65,6 +65,8 @@ class Op:
     statistics: int | None
     """Changes arguments of which its schema does not say so: the position of a running mean, which a running variance
     and whether they change follow."""
+    adds: bool
+    """May be how autograd adds two gradients of one value."""
     data: Dependence
     """How its output depends on data."""
     flops: Formula | None
@@ -91,6 +93,7 @@ def describe(op: torch._ops.OpOverload) -> Op:
         product=is_product(op) and not schema.is_mutable,
         keeps_storage=keeps_storage(op),
         statistics=_RUNNING_STATISTICS.get(op),
+        adds=op in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor),
         data=dependence_of(op),
         flops=_FORMULAS.get(op) or flop_registry.get(op.overloadpacket),
     )

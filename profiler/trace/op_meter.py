@@ -349,7 +349,7 @@ class Meter(UncompiledMode):
         for name, arg in kwargs.items():
             description.append(name)
             read_argument(arg, description, tensors)
-        foreign = self._place(tensors)
+        foreign = self._place(op, tensors)
         if op.writes:
             self.written.note(func, args, kwargs)
         if self._synthesize:
@@ -422,7 +422,7 @@ class Meter(UncompiledMode):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _place(self, op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Find the call that an op on `tensors` belongs to; return the tensors that are not of this trace."""
         live, resident = self.ledger.live, self.ledger.resident
         reads: list[int] = []
@@ -442,7 +442,7 @@ class Meter(UncompiledMode):
                 self.ledger.pin((tensor,), NOBODY)
         if self.ledger.in_backward:
             if not self.ledger.is_running_again:
-                self._follow_backward()
+                self._follow_backward(adds=op.adds)
         else:
             self._follow_forward(reads, tensors)
             self.ledger.attribute_saves()
@@ -465,7 +465,7 @@ class Meter(UncompiledMode):
             if not self._running[operator]:
                 self.read_outside.setdefault(operator, set()).add(self._data.module)
 
-    def _follow_backward(self) -> None:
+    def _follow_backward(self, *, adds: bool = False) -> None:
         """Go to the call whose forward made the running node; parameter gradients of calls after it are done."""
         number = running_number()
         if number is None:  # outside of any node: the gradient of the loss itself, or two gradients are added
@@ -478,6 +478,7 @@ class Meter(UncompiledMode):
                     parameter.grad = None
             self.ledger.go_back_to(index)
         self.ledger.arrive(number)
+        self.ledger.note_sum(number, adds=adds)
 
 
 _WAYS = {Recompute.NOTHING: Meter._watching_buffers, Recompute.OFFLOADED: Meter._saving_nothing}

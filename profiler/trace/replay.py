@@ -161,7 +161,7 @@ def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
 def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
     charges = call.saved, call.recomputed, call.kept, call.retaken, call.shared, call.sharers
-    instants = *_instants(call.module_end), *_instants(call.block_end), call.ended
+    instants = *_instants(call.module_end), *_instants(call.block_end), call.ended, call.module_ended
     return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output, call.reads_parameters
 
 

@@ -104,6 +104,44 @@ def test_the_rest_of_a_block_by_hand() -> None:
     assert first.rest_backward_start_bytes == first.module_backward_start_bytes
 
 
+def test_gradients_that_are_added_after_a_module_by_hand() -> None:
+    """Of a residual connection one waits until the module has returned another; the block hands on their sum."""
+    graph = trace_model(source(Residuals, (64, 8)))
+    block, size = graph.blocks[1], 4 * 64 * 8
+    up, down = (graph.calls[index] for index in (block.first_call, block.last_call - 1))
+    assert up.module_backward_end_bytes.per_sample == 2 * size
+    assert up.backward_end_bytes.per_sample == size
+    # The gradient of what is between the modules is nothing's second.
+    assert down.module_backward_end_bytes == down.backward_end_bytes
+    assert down.backward_end_bytes.per_sample == 2 * size
+
+
+class Branches(nn.Module):
+    """Two layers that have one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=False)
+        self.one, self.other = nn.Linear(16, 4, bias=False), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return (self.one(hidden) * self.other(hidden)).sum()
+
+
+def test_gradients_of_branches_are_added_after_the_branch_that_runs_back_last() -> None:
+    graph = trace_model(source(Branches, (64, 8)))
+    up, one, other = graph.calls
+    hidden, product = 4 * 64 * 16, 4 * 64 * 4
+    # The other's gradient, and what the product handed to the one.
+    assert other.module_backward_end_bytes == other.backward_end_bytes
+    assert other.backward_end_bytes.per_sample == hidden + product
+    # Two gradients, and their sum.
+    assert one.module_backward_end_bytes.per_sample == 2 * hidden
+    assert one.backward_end_bytes.per_sample == hidden
+    assert up.module_backward_end_bytes == up.backward_end_bytes
+
+
 def weight_bytes(graph: ModelGraph, operator: int) -> int:
     """Return the bytes of the (only) weight of an operator that is called more than once."""
     return max(4 * parameter.numel for parameter in graph.operators[operator].parameters)
