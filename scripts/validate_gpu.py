@@ -10,7 +10,6 @@ and not judged.  What the tests need, they need too: `sh scripts/test.sh` or `pi
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT)]  # so tha
 from validation.check import Check, Finding, Place, skipped  # noqa: E402
 from validation.checks import CHECKS  # noqa: E402
 from validation.machine import describe, has_room, visible_gpus  # noqa: E402
-from validation.processes import run_check, write_finding  # noqa: E402
+from validation.processes import end_commands, end_when_asked, run_check, write_finding  # noqa: E402
 from validation.report import outcome, write_report  # noqa: E402
 
 
@@ -41,8 +40,8 @@ def main() -> int:
         return 2
     place = Place("cpu" if options.cpu else "cuda", options.long, options.scratch)
     by_number = {check.number: check for check in CHECKS}
+    end_when_asked()
     if options.as_check:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends the commands that it runs
         write_finding(by_number[options.as_check].run(place), options.finding)
         return 0
     if not options.cpu and not visible_gpus():
@@ -74,14 +73,22 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
 
     def note(check: Check, one: Finding) -> None:
         found[check.number] = one
-        write_report(output, machine, chosen, found)
+        try:
+            write_report(output, machine, chosen, found)
+        except OSError as error:
+            print(f"osdp: the report could not be written: {error}", file=sys.stderr, flush=True)
         print(f"{check.number:2d} {check.title}: {outcome(one)} ({one.seconds:.1f} s) {one.told}", flush=True)
 
     together = [check for check in chosen if check.times_nothing] if has_room(place) else []
     with ThreadPoolExecutor(max(1, len(together))) as pool:
         begun = {pool.submit(run_one, check, place, output): check for check in together}
-        for ended in as_completed(begun):
-            note(begun[ended], ended.result())
+        try:
+            for ended in as_completed(begun):
+                note(begun[ended], ended.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_commands()
+            raise
     for check in chosen:
         if check.number not in found:
             note(check, run_one(check, place, output))

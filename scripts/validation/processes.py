@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 15
 """Of a check's output, shown where it failed."""
 END_WITHIN_S = 5.0
-"""What is asked to end has so long, then it is killed."""
+"""A command that is asked to end has so long, and a check, which then ends one itself, three times that."""
+_running = set[subprocess.Popen[str]]()
 
 
 def command_output(
@@ -40,11 +41,15 @@ def own_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 
 
-def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+def captured(
+    command: Sequence[str],
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    end_within_s: float = END_WITHIN_S,
+) -> tuple[int, str]:
     """Run a command with all that it starts; return its exit status (124: it took too long) and its output.
 
-    What takes too long is asked to end first: a check then ends the commands that it runs, which have groups of their
-    own.
+    What takes too long is asked to end, and killed `end_within_s` later.
     """
     process = subprocess.Popen(
         command,
@@ -56,25 +61,47 @@ def captured(command: Sequence[str], timeout_s: float, environment: Mapping[str,
         errors="replace",
         start_new_session=True,
     )
+    _running.add(process)
     try:
         output, _ = process.communicate(timeout=timeout_s)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        return 124, _ended(process)
+        return 124, _ended(process, end_within_s)
     except BaseException:
-        _ended(process)
+        _ended(process, end_within_s)
         raise
+    finally:
+        _running.discard(process)
 
 
-def _ended(process: subprocess.Popen[str]) -> str:
+def _ended(process: subprocess.Popen[str], within_s: float) -> str:
     """End a process and its group; return what it has printed."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+    try:
+        _signal(process, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(END_WITHIN_S)
-    output, _ = process.communicate()
-    return output
+            process.wait(within_s)
+    finally:
+        _signal(process, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=END_WITHIN_S)[0]
+    except subprocess.TimeoutExpired:
+        return "its output is not known: a process that it left holds it\n"
+
+
+def _signal(process: subprocess.Popen[str], what: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, what)
+
+
+def end_commands() -> None:
+    """Ask all commands that run to end: those of other threads."""
+    for process in [*_running]:
+        _signal(process, signal.SIGTERM)
+
+
+def end_when_asked() -> None:
+    """Let SIGTERM raise SystemExit, so that what this process runs, which has sessions of its own, ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def run_check(check: Check, place: Place, log: Path) -> Finding:
@@ -91,7 +118,7 @@ def run_check(check: Check, place: Place, log: Path) -> Finding:
     ]
     limit_s = check.timeout_s * (5 if place.is_long else 1)
     started = time.perf_counter()
-    status, output = captured(command, limit_s)
+    status, output = captured(command, limit_s, end_within_s=3 * END_WITHIN_S)
     seconds = time.perf_counter() - started
     log.write_text(output)
     if path.exists():

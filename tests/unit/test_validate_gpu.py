@@ -6,9 +6,11 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -93,19 +95,58 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started() -> None:
     assert (status, output) == (124, "here\n")
 
 
-def test_a_check_that_takes_too_long_ends_the_command_that_it_runs(place: Place, tmp_path: Path) -> None:
-    """That has a group of its own, and went on beside the checks after it."""
-    number = tmp_path / "number"
-    inner = f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = (
-        "import signal, sys; from validation.processes import command_output;"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1));"
-        f"command_output([sys.executable, '-c', {inner!r}], 50.0)"
-    )
-    status, _ = command_output([sys.executable, "-c", code], 4.0)
-    assert status == 124
+@pytest.mark.parametrize("ignores", [False, True], ids=["ends", "has to be killed"])
+def test_a_check_that_takes_too_long_ends_the_command_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: bool
+) -> None:
+    """That has a session of its own, and went on beside the checks after it."""
+    number, started = tmp_path / "number", tmp_path / "started"
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if ignores else ""
+    inner = f"import os, signal, time; {ignore} open({str(started)!r}, 'w').write(str(os.getpid()));"
+    inner += f"os.rename({str(started)!r}, {str(number)!r}); time.sleep(60)"
+    code = "from validation import processes; processes.end_when_asked(); processes.END_WITHIN_S = 0.5;"
+    code += f"processes.command_output([{sys.executable!r}, '-c', {inner!r}], 50.0, None)"
+    process = subprocess.Popen([sys.executable, "-c", code], env=processes.own_environment(), start_new_session=True)
+    while not number.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    processes._ended(process, 20.0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
+
+
+def test_all_checks_end_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked to end, it ends those that run at once, in other threads."""
+    numbers = [tmp_path / "1", tmp_path / "2"]
+
+    def run(one: Check, place: Place, log: Path) -> Finding:
+        path = numbers[one.number - 1]
+        code = f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+        return Finding(processes.captured([sys.executable, "-c", code], 50.0)[0] == 0, "told")
+
+    def ask(place: Place) -> str:
+        threading.Thread(target=interrupt).start()
+        return "a machine"
+
+    def interrupt() -> None:
+        while not all(path.exists() and path.read_text() for path in numbers):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(validate_gpu, "has_room", lambda place: True)
+    monkeypatch.setattr(validate_gpu, "run_check", run)
+    monkeypatch.setattr(validate_gpu, "describe", ask)
+    before = signal.getsignal(signal.SIGTERM)
+    processes.end_when_asked()
+    both = [check(1, times_nothing=True), check(2, times_nothing=True)]
+    try:
+        with pytest.raises(SystemExit):
+            validate_gpu.run_all(both, Place("cpu", False, tmp_path), tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    for path in numbers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
 
 
 def test_what_a_command_prints_is_in_the_log_too(capfd: pytest.CaptureFixture[str]) -> None:
@@ -114,15 +155,15 @@ def test_what_a_command_prints_is_in_the_log_too(capfd: pytest.CaptureFixture[st
 
 
 def test_a_check_that_dies_or_hangs_fails(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "captured", lambda command, limit_s: (-11, "last words"))
+    monkeypatch.setattr(processes, "captured", lambda command, limit_s, end_within_s: (-11, "last words"))
     found = run_check(check(1), place, place.scratch / "log")
     assert (found.passed, found.told) == (False, "its process ended with -11\nlast words")
-    monkeypatch.setattr(processes, "captured", lambda command, limit_s: (124, ""))
+    monkeypatch.setattr(processes, "captured", lambda command, limit_s, end_within_s: (124, ""))
     assert run_check(check(1, timeout_s=7.0), place, place.scratch / "log").told == "it took longer than 7 s"
 
 
 def test_what_a_check_found_is_read_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs(command: list[str], limit_s: float) -> tuple[int, str]:
+    def runs(command: list[str], limit_s: float, end_within_s: float) -> tuple[int, str]:
         assert command[command.index("--as-check") + 1] == "5"
         assert "--cpu" in command
         write_finding(Finding(True, "fine", {"bytes": 3}), Path(command[command.index("--finding") + 1]))
@@ -328,6 +369,18 @@ def test_a_check_that_cannot_be_run_fails_alone(monkeypatch: pytest.MonkeyPatch,
     assert {number: one.passed for number, one in found.items()} == {1: True, 2: False, 3: True}
     assert found[2].told == "it could not be run: OSError: no space left on device"
     assert (tmp_path / "validate-gpu.json").exists()
+
+
+def test_a_report_that_cannot_be_written_keeps_no_check_from_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(validate_gpu, "write_report", write)
+    monkeypatch.setattr(validate_gpu, "run_check", lambda *_: Finding(True, "fine"))
+    assert len(validate_gpu.run_all([check(1), check(2)], Place("cpu", False, tmp_path), tmp_path)) == 2
+    assert capsys.readouterr().err == 2 * "osdp: the report could not be written: no space left on device\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
