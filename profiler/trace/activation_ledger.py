@@ -86,8 +86,8 @@ class Ledger:
         """Numbers of the events after the last block, and the live bytes of each."""
         self._released: list[LiveStorage] = []
         """What has died after the last block."""
-        self._before_sum: int | None = None
-        """In backward, the live bytes when gradients were first added after the last op of the current call's nodes."""
+        self._sums: list[LiveStorage] = []
+        """Of gradients that waited with those that the current call's backward has returned so far."""
         self._bytes = self._waste = self._marks = 0
 
     # --- calls ------------------------------------------------------------------------------------
@@ -262,19 +262,28 @@ class Ledger:
         """Note that the backward of the current call is over, for now."""
         if self.call.backward.events:
             self.call.ended = self._bytes
-            self.call.module_ended = self._bytes if self._before_sum is None else self._before_sum
-        self._before_sum = None
+            # A sum of gradients of a parameter is gone by now.
+            returned = [storage for storage in self._sums if self.live.get(storage.key) is storage]
+            self.call.module_ended = self._bytes + sum(storage.added for storage in returned)
+        self._sums.clear()
 
-    def note_sum(self, number: int, *, adds: bool) -> None:
-        """Note that an op of an autograd node runs, and whether it `adds` what may be two gradients.
+    def add_gradients(self, addends: Sequence[Tensor], result: Tensor) -> None:
+        """Note that the current call's backward has added what may be two gradients of one tensor.
 
-        Autograd does so between nodes, but for PyTorch the one before is still running.
+        If one of them waited, which another call returned, the module's own backward may be over by then: FSDP2 takes
+        it to be when all of its nodes have run.
         """
-        if not adds:
-            if self.call_of(number) == self.index:
-                self._before_sum = None
-        elif self._before_sum is None:
-            self._before_sum = self._bytes
+        operands = self.storages_of(addends)
+        waited = any(one.producer != self.index or one.added for one in operands)
+        self.read(operands)
+        for total in self.storages_of([result]) if waited else ():
+            total.added = sum(one.bytes for one in operands) - total.bytes
+            self._sums.append(total)
+
+    def read(self, storages: Sequence[LiveStorage]) -> None:
+        """Note that an op of the current call's backward reads storages, which are no sums that it returns then."""
+        for storage in storages:
+            storage.added = 0
 
     def arrive(self, number: int) -> None:
         """Note where an autograd node whose backward runs now was made, if in the current call's forward."""
@@ -386,6 +395,7 @@ class Ledger:
         storage.producer, storage.kept_by = producer, NOBODY
         storage.savers, storage.taken_by = {}, []
         storage.handed, storage.is_read, storage.is_product, storage.died_at = False, False, False, None
+        storage.added = 0
         self.live[storage.key] = storage
         self._bytes += storage.bytes
         self._waste += storage.waste

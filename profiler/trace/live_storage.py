@@ -36,6 +36,7 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
     __slots__ = (
+        "added",
         "bytes",
         "died_at",
         "handed",
@@ -49,6 +50,8 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
         "waste",
     )
 
+    added: int
+    """If it is a sum of two gradients, the bytes by which these were more, until an op reads it."""
     bytes: int
     waste: int
     """Rounding of those."""

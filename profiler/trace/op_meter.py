@@ -318,7 +318,8 @@ class Meter(UncompiledMode):
 
     def _see(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what an op returns."""
-        if op.passive:
+        # Neither does a tensor without elements: `torch.utils.checkpoint` of torch 2.11 makes one before each block.
+        if op.passive or (func is _EMPTY and 0 in args[0]):
             return op.call(*args, **kwargs)
         if self._kept is not None:
             if op.product and is_kept(func, args, kwargs):
@@ -380,6 +381,8 @@ class Meter(UncompiledMode):
         self._data.follow(func, op.data, args, kwargs, tensors, out)
         outputs = output_tensors(out)
         fresh = self.ledger.produce(outputs)
+        if op.adds and self.ledger.in_backward and not self.ledger.is_running_again:
+            self.ledger.add_gradients(tensors, outputs[0])
         if (
             fresh
             and op.product
@@ -442,7 +445,9 @@ class Meter(UncompiledMode):
                 self.ledger.pin((tensor,), NOBODY)
         if self.ledger.in_backward:
             if not self.ledger.is_running_again:
-                self._follow_backward(adds=op.adds)
+                self._follow_backward()
+                if not op.adds:
+                    self.ledger.read(used)
         else:
             self._follow_forward(reads, tensors)
             self.ledger.attribute_saves()
@@ -465,10 +470,10 @@ class Meter(UncompiledMode):
             if not self._running[operator]:
                 self.read_outside.setdefault(operator, set()).add(self._data.module)
 
-    def _follow_backward(self, *, adds: bool = False) -> None:
+    def _follow_backward(self) -> None:
         """Go to the call whose forward made the running node; parameter gradients of calls after it are done."""
         number = running_number()
-        if number is None:  # outside of any node: the gradient of the loss itself, or two gradients are added
+        if number is None:  # outside of any node: the gradient of the loss itself
             return
         index = self.ledger.call_of(number)
         if index is not None and index != self.ledger.index:
@@ -478,8 +483,8 @@ class Meter(UncompiledMode):
                     parameter.grad = None
             self.ledger.go_back_to(index)
         self.ledger.arrive(number)
-        self.ledger.note_sum(number, adds=adds)
 
 
+_EMPTY = torch.ops.aten.empty.memory_format
 _WAYS = {Recompute.NOTHING: Meter._watching_buffers, Recompute.OFFLOADED: Meter._saving_nothing}
 """How blocks run in passes in which they do not run again."""

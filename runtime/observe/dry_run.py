@@ -71,8 +71,8 @@ class DryRun:
 def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: bool = False) -> DryRun:
     """Return what a rank of the schedule's world holds in a training step.
 
-    Takes no memory for weights, unless `with_data`: then the CPU computes, with what it finds in memory that other
-    ranks would have sent.  Small models take a quarter of the time so, and what kernels leave is seen, not assumed.
+    Takes no memory for weights, unless `with_data`: then the CPU computes, with zeros for what other ranks would have
+    sent.  Small models take a quarter of the time so, and what kernels leave is seen, not assumed.
     There must be no process group yet.  Raises what the model or its
     wrapping raise, and OsdpError for what the runtime refuses.
     """
@@ -85,7 +85,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
         warnings.simplefilter("ignore")
         live = AllocationRecorder()
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
-        tensors = _without_denormals() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = _zeros_at_first() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
         with tensors, live, few_chunks(), short_rings:
             with script.building():
                 model = script.build()
@@ -119,14 +119,22 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
 
 
 @contextmanager
-def _without_denormals() -> Iterator[None]:
-    """Compute with zeros in place of denormal numbers, which memory that others should have filled is full of.
+def _zeros_at_first() -> Iterator[None]:
+    """Let `torch.empty` make zeros, and compute with zeros in place of denormal numbers.
 
-    A CPU takes a hundred times as long for them.
+    What other ranks send is made so.  Found in memory it could be NaN, which some kernels refuse; and of denormal
+    numbers it is full, for which a CPU takes a hundred times as long.
     """
+    empty = torch.empty
+
+    def zeros(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return empty(*args, **kwargs).zero_()
+
     torch.set_flush_denormal(True)
     try:
-        yield
+        with patch.object(torch, "empty", zeros):
+            yield
     finally:
         torch.set_flush_denormal(False)
 

@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from trace_models import MEMORY_CASES, MLP, call_of, language_model, source
 
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.model_graph import Affine, ModelGraph
+from profiler.model_graph import Affine, Call, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SIZES, envelope, line
 from profiler.trace.trace import trace_model
@@ -104,16 +104,23 @@ def test_the_rest_of_a_block_by_hand() -> None:
     assert first.rest_backward_start_bytes == first.module_backward_start_bytes
 
 
+def ends(call: Call) -> tuple[float, float]:
+    """Return the bytes a sample by which the end of a module's backward is over that of the call's, and of the latter.
+
+    Whatever the batch, both have as much: its parameters' gradients are counted elsewhere.
+    """
+    module, whole = call.module_backward_end_bytes, call.backward_end_bytes
+    assert module.fixed == whole.fixed
+    return module.per_sample - whole.per_sample, whole.per_sample
+
+
 def test_gradients_that_are_added_after_a_module_by_hand() -> None:
     """Of a residual connection one waits until the module has returned another; the block hands on their sum."""
     graph = trace_model(source(Residuals, (64, 8)))
     block, size = graph.blocks[1], 4 * 64 * 8
-    up, down = (graph.calls[index] for index in (block.first_call, block.last_call - 1))
-    assert up.module_backward_end_bytes.per_sample == 2 * size
-    assert up.backward_end_bytes.per_sample == size
-    # The gradient of what is between the modules is nothing's second.
-    assert down.module_backward_end_bytes == down.backward_end_bytes
-    assert down.backward_end_bytes.per_sample == 2 * size
+    assert ends(graph.calls[block.first_call]) == (size, size)
+    # Nothing is added to the gradient of what is between the modules, and the residual's waits.
+    assert ends(graph.calls[block.last_call - 1]) == (0, 2 * size)
 
 
 class Branches(nn.Module):
@@ -130,16 +137,58 @@ class Branches(nn.Module):
 
 
 def test_gradients_of_branches_are_added_after_the_branch_that_runs_back_last() -> None:
-    graph = trace_model(source(Branches, (64, 8)))
-    up, one, other = graph.calls
+    up, one, other = trace_model(source(Branches, (64, 8))).calls
     hidden, product = 4 * 64 * 16, 4 * 64 * 4
     # The other's gradient, and what the product handed to the one.
-    assert other.module_backward_end_bytes == other.backward_end_bytes
-    assert other.backward_end_bytes.per_sample == hidden + product
+    assert ends(other) == (0, hidden + product)
     # Two gradients, and their sum.
-    assert one.module_backward_end_bytes.per_sample == 2 * hidden
-    assert one.backward_end_bytes.per_sample == hidden
-    assert up.module_backward_end_bytes == up.backward_end_bytes
+    assert ends(one) == (hidden, hidden)
+    assert ends(up)[0] == 0
+
+
+class Own(nn.Module):
+    """A layer with parameters of its own, which a subclass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))
+
+
+class ComputedWeight(Own):
+    """Its weight's gradient is computed when that of its input is there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.scale)
+
+
+class UsedTwice(Own):
+    """Two gradients of its input are added, and two of its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.tanh(), self.weight) * (nn.functional.linear(x, self.weight) * self.scale)
+
+
+class Around(nn.Module):
+    """A layer between others, with a residual connection or without one."""
+
+    def __init__(self, inner: type[nn.Module], residual: bool) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(8, 8), inner(), nn.Linear(8, 8)
+        self.residual = residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        y = self.inner(x)
+        return self.after(x + y if self.residual else y).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("inner", [ComputedWeight, UsedTwice])
+def test_gradients_that_are_added_within_a_module_are_no_others(inner: type[nn.Module], residual: bool) -> None:
+    """FSDP2 has a node between the module and what its input comes from: before that, all of the module's have run."""
+    graph = trace_model(source(lambda: Around(inner, residual), (64, 8)))
+    (call,) = (one for one in graph.calls if graph.operators[one.operator].name == "inner")
+    assert ends(call) == (residual * 4 * 64 * 8, 4 * 64 * 8)
 
 
 def weight_bytes(graph: ModelGraph, operator: int) -> int:
