@@ -10,12 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 PENDING = (
     "operations on lists of DTensors do not ask their subclasses before torch 2.13: pending gradients are not refused"
 )
-HELD_LONGER = "before torch 2.13 a repeated unit holds what its last reduction left for longer"
 SKIPPED = {
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[clip_values]": PENDING,
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[scale_together]": PENDING,
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[decay]": PENDING,
-    "test_memory_repeated.py::test_a_block_that_ran_twice_frees_what_the_last_reduction_left_each_time": HELD_LONGER,
 }
 """Reasons, by how the names of tests begin."""
 

@@ -16,6 +16,7 @@ from runtime.torch_compat import (
     complete_reduction,
     containers_with_forward,
     forget_forward,
+    free_in_every_backward,
     gather_for_every_backward,
     gathered,
     initialise,
@@ -95,6 +96,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     assert isinstance(first, FSDPModule)
     keep_repeated_inputs(first)
     reduce_when_rerun(first, modules)
+    free_in_every_backward(first)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
         reshard_without(first, modules, context.uncalled(unit))
