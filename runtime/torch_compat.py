@@ -1,6 +1,6 @@
 """What differs between PyTorch versions, and the private parts of FSDP2 that have no replacement.
 
-Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
+Run on torch 2.13.0, 2.12.1 and 2.11.0.
 
     all_gather, reduce_scatter   2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`
     default_timeout              no public name gives it
@@ -11,6 +11,8 @@ Run on torch 2.13.0 and 2.11.0. 2.12 lies in between.
                                  for every call; here all units with equal K get one
     containers_with_forward      2.11 refuses lists of modules that have a forward, such as parametrizations
     reset_iteration              2.11 has none; that of 2.13 leaves unsharded gradients for the next backward to add to
+    free_in_every_backward       2.11 keeps what a reduction left if the backward after it has no gradients to reduce,
+                                 2.12 until that has reduced its own
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
     forget_forward               what `reshard_after_forward=K` keeps for a backward stays where none comes, and 2.11
@@ -124,29 +126,42 @@ def _forget_iteration(root: Any) -> None:
         group._post_forward_indices.clear()
         group._training_state = TrainingState.IDLE
         group._to_sharded()
-    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.all_gather_state = None
+    _forget_reductions(shared)
     shared.post_forward_order.clear()
     context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
 def free_in_every_backward(module: FSDPModule) -> None:
-    """Let each backward of a unit free what the last reduction left, as since torch 2.13.
+    """Let each backward of a unit free what the last reduction left before it reduces, as since torch 2.13.
 
-    Before, one that gives it no gradients leaves that: of a unit that runs twice, the first.  Checked on 2.11.
+    2.11 leaves that where the unit gets no gradients: of one that runs twice, in the first.  In 2.12 a variable of
+    `FSDPParamGroup.post_backward` holds it until the unit is reduced.  Checked on both.
     """
-    if hasattr(module, "set_reduce_scatter_max_input_buffers"):  # came with it
-        return
-    for group in _param_groups(module):
-        group.post_backward = partial(_free_and_post_backward, group, group.post_backward)
+    if not hasattr(module, "reset_iter_state"):  # before 2.13
+        for group in _param_groups(module):
+            group.post_backward = partial(_free_and_post_backward, group, group.post_backward)
 
 
 def _free_and_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    left = group.comm_ctx.reduce_scatter_state
-    if group.reduce_grads and left is not None:
-        if left.event is not None:
-            group.device_handle.current_stream().wait_event(left.event)
-        group.comm_ctx.reduce_scatter_state = None
+    if group.reduce_grads:
+        shared = group.comm_ctx
+        left = (
+            shared.reduce_scatter_states if hasattr(shared, "reduce_scatter_states") else [shared.reduce_scatter_state]
+        )
+        for event in [one.event for one in left if one is not None and one.event is not None]:
+            group.device_handle.current_stream().wait_event(event)
+        del left
+        _forget_reductions(shared)
     post_backward(*unused)
+
+
+def _forget_reductions(shared: Any) -> None:
+    """Let go of what reductions were made of."""
+    if hasattr(shared, "reduce_scatter_states"):
+        shared.reduce_scatter_states.clear()
+    else:  # before 2.12 there is one
+        shared.reduce_scatter_state = None
 
 
 def reduce_all_or_none(module: FSDPModule) -> None:
@@ -191,10 +206,7 @@ def complete_reduction(module: FSDPModule) -> None:
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
         # What it held is ordered before what comes now.
-        if hasattr(group.comm_ctx, "reduce_scatter_states"):
-            group.comm_ctx.reduce_scatter_states.clear()
-        else:  # until 2.12 it holds one
-            group.comm_ctx.reduce_scatter_state = None
+        _forget_reductions(group.comm_ctx)
 
 
 def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:
