@@ -5,7 +5,7 @@
 #     sh scripts/test.sh --torch X.Y [OPTION OF pytest]...
 #
 # Makes .venv on the first run, as quickstart.sh does, with the tools of the tests.  With --torch, runs
-# the tests on the newest PyTorch X.Y.Z, in an environment of its own; lint and types do not depend on that.
+# the tests alone, on the newest PyTorch X.Y.Z, in an environment of its own.
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)

@@ -2,7 +2,8 @@
 
 Each check runs in a process of its own and within its time; those that time nothing run at once on a machine with many
 cores and much GPU memory.  After each, `validate-gpu.json` and `validate-gpu.md` are written anew to --output;
-`check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2 if there is no GPU.
+`check-N.log` there holds all that check N printed.  Exits with 1 if any check failed, with 2 if there is no GPU
+or something is missing.
 `--cpu` runs all of them without one: gloo ranks, small models, and kernels on CPU threads; then speeds are written down
 and not judged.  What the tests need, they need too: `sh scripts/test.sh` or `pip install -e '.[test]'`.
 """
@@ -81,8 +82,8 @@ def run_all(chosen: Sequence[Check], place: Place, output: Path) -> dict[int, Fi
 
     together = [check for check in chosen if check.times_nothing] if has_room(place) else []
     with ThreadPoolExecutor(max(1, len(together))) as pool:
-        begun = {pool.submit(run_one, check, place, output): check for check in together}
         try:
+            begun = {pool.submit(run_one, check, place, output): check for check in together}
             for ended in as_completed(begun):
                 note(begun[ended], ended.result())
         except BaseException:

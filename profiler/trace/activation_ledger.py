@@ -262,10 +262,16 @@ class Ledger:
         """Note that the backward of the current call is over, for now."""
         if self.call.backward.events:
             self.call.ended = self._bytes
-            # A sum of gradients of a parameter is gone by now.
-            returned = [storage for storage in self._sums if self.live.get(storage.key) is storage]
-            self.call.module_ended = self._bytes + sum(storage.added for storage in returned)
+            self.call.module_ended = self._bytes + self._freed_by_sums()
         self._sums.clear()
+
+    def _freed_by_sums(self) -> int:
+        """Return by how many bytes what the current call's backward returned was more before it was added to others."""
+        # A sum of gradients of a parameter is gone by now.
+        sums = {id(storage): storage for storage in self._sums if self.live.get(storage.key) is storage}
+        addends = {id(one): one for storage in sums.values() for one in storage.addends}  # or parts of one storage
+        made = sum(sums[number].bytes for number in sums.keys() - addends.keys())
+        return sum(one.bytes for one in addends.values() if one.died_at is not None) - made
 
     def add_gradients(self, addends: Sequence[Tensor], result: Tensor) -> None:
         """Note that the current call's backward has added what may be two gradients of one tensor.
@@ -274,16 +280,16 @@ class Ledger:
         it to be when all of its nodes have run.
         """
         operands = self.storages_of(addends)
-        waited = any(one.producer != self.index or one.added for one in operands)
+        waited = any(one.producer != self.index or one.addends for one in operands)
         self.read(operands)
         for total in self.storages_of([result]) if waited else ():
-            total.added = sum(one.bytes for one in operands) - total.bytes
+            total.addends = operands
             self._sums.append(total)
 
     def read(self, storages: Sequence[LiveStorage]) -> None:
         """Note that an op of the current call's backward reads storages, which are no sums that it returns then."""
         for storage in storages:
-            storage.added = 0
+            storage.addends = ()
 
     def arrive(self, number: int) -> None:
         """Note where an autograd node whose backward runs now was made, if in the current call's forward."""
@@ -395,7 +401,7 @@ class Ledger:
         storage.producer, storage.kept_by = producer, NOBODY
         storage.savers, storage.taken_by = {}, []
         storage.handed, storage.is_read, storage.is_product, storage.died_at = False, False, False, None
-        storage.added = 0
+        storage.addends = ()
         self.live[storage.key] = storage
         self._bytes += storage.bytes
         self._waste += storage.waste

@@ -36,7 +36,7 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A storage that the step allocated; calls back when it dies."""
 
     __slots__ = (
-        "added",
+        "addends",
         "bytes",
         "died_at",
         "handed",
@@ -50,8 +50,8 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
         "waste",
     )
 
-    added: int
-    """If it is a sum of two gradients, the bytes by which these were more, until an op reads it."""
+    addends: tuple[LiveStorage, ...]
+    """If it is a sum of gradients that the backward of a call makes, those, until that reads it."""
     bytes: int
     waste: int
     """Rounding of those."""

@@ -115,6 +115,8 @@ class Meter(UncompiledMode):
         self._normalized = set[int]()
         """Keys of storages of running statistics that kernels have changed, which their schemas do not say."""
         self._ops: dict[OpOverload, Op] = {}
+        self._is_entering_checkpoint = False
+        """Whether `checkpoint` runs and the block has not begun: torch 2.11 makes empty tensors then."""
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
         for operator, tensors in enumerate(self._parameters):
@@ -239,8 +241,17 @@ class Meter(UncompiledMode):
         copies = {site: site[0].get_buffer(site[1]).clone() for site in self._known_changes.get(execution.path, ())}
         contexts: Any = self._keeping(kept), WithBuffers(self._running_again(execution, kept), copies)
         settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-        with set_checkpoint_early_stop(execution.path not in self._repeated):  # the runtime stops units early
-            return checkpoint(inner, *args, context_fn=lambda: contexts, **settings, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._is_entering_checkpoint = False
+            return inner(*args, **kwargs)
+
+        self._is_entering_checkpoint = True
+        try:
+            with set_checkpoint_early_stop(execution.path not in self._repeated):  # the runtime stops units early
+                return checkpoint(forward, *args, context_fn=lambda: contexts, **settings, **kwargs)
+        finally:
+            self._is_entering_checkpoint = False
 
     def _saving_nothing(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward that no backward will follow."""
@@ -318,8 +329,7 @@ class Meter(UncompiledMode):
 
     def _see(self, func: OpOverload, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what an op returns."""
-        # Neither does a tensor without elements: `torch.utils.checkpoint` of torch 2.11 makes one before each block.
-        if op.passive or (func is _EMPTY and 0 in args[0]):
+        if op.passive or self._is_entering_checkpoint:
             return op.call(*args, **kwargs)
         if self._kept is not None:
             if op.product and is_kept(func, args, kwargs):
@@ -485,6 +495,5 @@ class Meter(UncompiledMode):
         self.ledger.arrive(number)
 
 
-_EMPTY = torch.ops.aten.empty.memory_format
 _WAYS = {Recompute.NOTHING: Meter._watching_buffers, Recompute.OFFLOADED: Meter._saving_nothing}
 """How blocks run in passes in which they do not run again."""

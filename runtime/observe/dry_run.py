@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
@@ -120,23 +121,29 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
 
 @contextmanager
 def _zeros_at_first() -> Iterator[None]:
-    """Let `torch.empty` make zeros, and compute with zeros in place of denormal numbers.
+    """Let tensors without values have zeros, and compute with zeros in place of denormal numbers.
 
-    What other ranks send is made so.  Found in memory it could be NaN, which some kernels refuse; and of denormal
-    numbers it is full, for which a CPU takes a hundred times as long.
+    What other ranks send would be in them.  As memory is found it could be NaN, which some kernels refuse; and it is
+    full of denormal numbers, for which a CPU takes a hundred times as long.
     """
-    empty = torch.empty
-
-    def zeros(*args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad():
-            return empty(*args, **kwargs).zero_()
-
     torch.set_flush_denormal(True)
     try:
-        with patch.object(torch, "empty", zeros):
+        with _Zeros():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_flush_denormal(False)
+
+
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out.zero_() if func.name() in _WITHOUT_VALUES else out
+
+
+_WITHOUT_VALUES = frozenset(
+    f"aten::{name}" for name in ("empty.memory_format", "empty_like", "empty_strided", "new_empty")
+)
+"""Names of ops that make tensors without values."""
 
 
 @contextmanager

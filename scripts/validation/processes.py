@@ -94,14 +94,20 @@ def _signal(process: subprocess.Popen[str], what: signal.Signals) -> None:
 
 
 def end_commands() -> None:
-    """Ask all commands that run to end: those of other threads."""
+    """End all commands that run, those of other threads: ask them, and kill those that do not end."""
     for process in [*_running]:
         _signal(process, signal.SIGTERM)
+    until = time.monotonic() + 3 * END_WITHIN_S
+    while _running and time.monotonic() < until:
+        time.sleep(0.1)
+    for process in [*_running]:
+        _signal(process, signal.SIGKILL)
 
 
 def end_when_asked() -> None:
-    """Let SIGTERM raise SystemExit, so that what this process runs, which has sessions of its own, ends with it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Let SIGTERM and SIGHUP raise SystemExit, so that what this process runs in sessions of its own ends with it."""
+    for what in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(what, lambda number, _: sys.exit(128 + number))
 
 
 def run_check(check: Check, place: Place, log: Path) -> Finding:

@@ -191,6 +191,69 @@ def test_gradients_that_are_added_within_a_module_are_no_others(inner: type[nn.M
     assert ends(call) == (residual * 4 * 64 * 8, 4 * 64 * 8)
 
 
+class Nested(nn.Module):
+    """One gradient waits for both of its residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        out: torch.Tensor = y + self.b(y) + x
+        return out
+
+
+class Dense(nn.Module):
+    """Each layer has all that was before: gradients are parts of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(16, 8, bias=False)
+        self.c = nn.Linear(24, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = self.b(torch.cat([x, y], -1))
+        out: torch.Tensor = self.c(torch.cat([x, y, z], -1))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("inner", "name", "over"),
+    [
+        # Its own is added to one that waits for another sum too, and stays: one is freed and one is made.
+        (Nested, "b", 0),
+        # What waits for its own are parts of c's and of b's, which has been added up and has freed both.
+        (Dense, "a", 1),
+        (Dense, "b", 0),
+    ],
+)
+def test_gradients_that_share_memory_are_counted_once(inner: type[nn.Module], name: str, over: int) -> None:
+    graph = trace_model(source(lambda: Around(inner, residual=False), (64, 8)))
+    (call,) = (one for one in graph.calls if graph.operators[one.operator].name == f"inner.{name}")
+    assert ends(call)[0] == over * 4 * 64 * 8
+
+
+class Filled(nn.Module):
+    """Writes what it computes to a tensor that has no elements before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            filled = torch.empty(0)
+            torch.mul(x, 2.0, out=filled)
+        return self.layer(torch.cat([filled, x])).sum()  # type: ignore[no-any-return]
+
+
+def test_a_tensor_without_elements_may_get_some() -> None:
+    (call,) = trace_model(source(Filled, (64, 8))).calls
+    assert call.saved_bytes.per_sample == 2 * 4 * 64 * 8
+
+
 def weight_bytes(graph: ModelGraph, operator: int) -> int:
     """Return the bytes of the (only) weight of an operator that is called more than once."""
     return max(4 * parameter.numel for parameter in graph.operators[operator].parameters)

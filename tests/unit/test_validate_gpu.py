@@ -104,8 +104,8 @@ def test_a_check_that_takes_too_long_ends_the_command_that_it_runs(
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if ignores else ""
     inner = f"import os, signal, time; {ignore} open({str(started)!r}, 'w').write(str(os.getpid()));"
     inner += f"os.rename({str(started)!r}, {str(number)!r}); time.sleep(60)"
-    code = "from validation import processes; processes.end_when_asked(); processes.END_WITHIN_S = 0.5;"
-    code += f"processes.command_output([{sys.executable!r}, '-c', {inner!r}], 50.0, None)"
+    code = "from validation import processes; processes.end_when_asked();"
+    code += f"processes.captured([{sys.executable!r}, '-c', {inner!r}], 50.0, None, 0.5)"
     process = subprocess.Popen([sys.executable, "-c", code], env=processes.own_environment(), start_new_session=True)
     while not number.exists():
         assert process.poll() is None
@@ -116,16 +116,19 @@ def test_a_check_that_takes_too_long_ends_the_command_that_it_runs(
 
 
 def test_all_checks_end_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked to end, it ends those that run at once, in other threads."""
+    """Asked to end, it ends those that run at once, in other threads, and kills the one that does not end."""
     numbers = [tmp_path / "1", tmp_path / "2"]
 
     def run(one: Check, place: Place, log: Path) -> Finding:
         path = numbers[one.number - 1]
-        code = f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-        return Finding(processes.captured([sys.executable, "-c", code], 50.0)[0] == 0, "told")
+        code = "import os, signal, time; " + (
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if one.number == 2 else ""
+        )
+        code += f"open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+        return Finding(processes.captured([sys.executable, "-c", code], 600.0)[0] == 0, "told")
 
     def ask(place: Place) -> str:
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         return "a machine"
 
     def interrupt() -> None:
@@ -136,14 +139,16 @@ def test_all_checks_end_with_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(validate_gpu, "has_room", lambda place: True)
     monkeypatch.setattr(validate_gpu, "run_check", run)
     monkeypatch.setattr(validate_gpu, "describe", ask)
-    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(processes, "END_WITHIN_S", 0.5)
+    before = {what: signal.getsignal(what) for what in (signal.SIGTERM, signal.SIGHUP)}
     processes.end_when_asked()
     both = [check(1, times_nothing=True), check(2, times_nothing=True)]
     try:
         with pytest.raises(SystemExit):
             validate_gpu.run_all(both, Place("cpu", False, tmp_path), tmp_path)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for what, handler in before.items():
+            signal.signal(what, handler)
     for path in numbers:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
