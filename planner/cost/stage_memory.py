@@ -247,6 +247,10 @@ class StageMemoryWalk:
                     # It has been gathered to run again, and so has what would be prefetched now.
                     if not unit.stalls:
                         prefetched, below, _ = self.next_prefetch(j)
+                        gathering = Neighbours(above, below, below)
+                        self.note(
+                            "backward", call.operator, unsharded, gradients, reduce_input, ("unshard", j), gathering
+                        )
                 elif unit.closes and unit.last == j:
                     # What follows its last module: the unit is not unsharded again yet.
                     sharded, buffers = unsharded - (unit.bytes.unsharded - unit.still_kept), prefetched + reduce_input
