@@ -150,7 +150,8 @@ class Operator:
     modules: tuple[str, ...]
     """Paths of all modules that must be wrapped together; more than one only when tied."""
     block: int | None
-    """Index into `ModelGraph.blocks`, or None outside every block (and for operators tied across)."""
+    """Index into `ModelGraph.blocks`, or None outside every block (and for operators tied across, or that one runs in
+    which they do not lie)."""
 
     @property
     def numel(self) -> int:

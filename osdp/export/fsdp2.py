@@ -17,6 +17,7 @@ from itertools import groupby
 from osdp.export import fsdp2_helpers as helpers
 from osdp.export.nearest import Expressible, remarks
 from osdp.plain_text import plain
+from planner.model.stages import cut
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
@@ -170,7 +171,9 @@ class _Call:
 
 
 def _by_fully_shard(schedule: Schedule, graph: ModelGraph) -> list[str]:
-    units = list(inside_out(schedule.units))
+    # Spanning operators first: other units may hold their modules under other names.
+    spanning = {graph.operators[index].name for index in cut(graph).spanning}
+    units = list(inside_out(sorted(schedule.units, key=lambda unit: spanning.isdisjoint(unit.operators))))
     ignored = [p.path for unit in units if unit.is_plain for p in unit.parameters]
     ignored += [parameter.name for parameter in graph.outside]
     sharded = [unit for unit in units if not unit.is_plain]

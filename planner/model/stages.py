@@ -3,7 +3,8 @@
 A stage is a block, or one operator outside every block (small ones are joined until they hold
 `JOIN_NUMEL` parameters, because a collective of its own would cost them more latency than
 transfer).  Operators that run in several stages (a tied embedding and head) belong to none: they
-are the *spanning* operators, wrapped as one unit that lives from its first call to its last.
+are the *spanning* operators, wrapped as one unit that lives from its first call to its last.  So is
+one that runs in a block and lies outside, which is not wrapped where the block is.
 
 Stages with equal `stage_class` are interchangeable: the search only counts them.
 """
@@ -141,7 +142,7 @@ def _ranges(graph: ModelGraph, spanning: set[int], wholes: dict[int, int]) -> li
 
 
 def _spanning(graph: ModelGraph, wholes: dict[int, int]) -> set[int]:
-    """Return operators with calls in different blocks, or apart from each other outside blocks."""
+    """Return operators with calls in different blocks, in a block that they do not lie in, or apart outside blocks."""
     seen: dict[int, list[int]] = {}
     for index, call in enumerate(graph.calls):
         seen.setdefault(wholes[call.operator], []).append(index)
@@ -149,7 +150,7 @@ def _spanning(graph: ModelGraph, wholes: dict[int, int]) -> set[int]:
     for operator, calls in seen.items():
         blocks = {graph.calls[index].block for index in calls}
         apart = None in blocks and calls[-1] - calls[0] >= len(calls)
-        if len(blocks) > 1 or apart:
+        if len(blocks) > 1 or graph.operators[operator].block not in blocks or apart:
             spanning.add(operator)
     return {operator for operator, whole in wholes.items() if whole in spanning}
 

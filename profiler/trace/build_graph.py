@@ -98,7 +98,8 @@ def assemble(
     readers = {call.operator for call in found if call.reads_parameters}
     # Read in calls of others alone: all of its calls stand for that.
     found = [call if call.operator in readers else replace(call, reads_parameters=True) for call in found]
-    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found)
+    paths = [first.executions[execution].path for execution in run]
+    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = _waiting_bytes(module, operators, found)
     calls = tuple(map(_without_waiting, found, waiting))
     blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting, let_go)
@@ -273,12 +274,19 @@ def _peak(tallies: Sequence[Tally], instants: Sequence[slice], sizes: Sizes) -> 
 
 
 def _operators(
-    module: nn.Module, dtypes: Mapping[str, RestingDtype], groups: Sequence[Group], calls: Sequence[Call]
+    module: nn.Module,
+    dtypes: Mapping[str, RestingDtype],
+    groups: Sequence[Group],
+    calls: Sequence[Call],
+    block_paths: Sequence[str],
 ) -> tuple[Operator, ...]:
     named = dict(module.named_parameters())
+    inside = [{*module.get_submodule(path).modules()} for path in block_paths]
+    own = [{module.get_submodule(path) for path in group.modules} for group in groups]
     blocks: list[set[int | None]] = [set() for _ in groups]
     for call in calls:
-        blocks[call.operator].add(call.block)
+        lies_inside = call.block is not None and own[call.operator] <= inside[call.block]
+        blocks[call.operator].add(call.block if lies_inside else None)
     return tuple(
         Operator(
             name=group.modules[0],

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from profiler.offloaded_input import offloaded_argument
+from profiler.rerun_arguments import copied
 from profiler.trace.live_storage import LiveStorage
 
 
@@ -57,10 +58,10 @@ def version_of_offloaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int 
 
 
 def without_offloaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return a block's arguments but for that which is offloaded: recomputation holds on to these."""
+    """Return a block's arguments but for that which is offloaded: recomputation holds on to these, as they are now."""
     name = offloaded_argument(args, kwargs)
-    others = [one for place, one in enumerate(args) if place != name]
-    return others, {key: one for key, one in kwargs.items() if key != name}
+    others = [copied(one) for place, one in enumerate(args) if place != name]
+    return others, {key: copied(one) for key, one in kwargs.items() if key != name}
 
 
 def note_products(handed: Iterable[LiveStorage], returned: Iterable[LiveStorage], made: Iterable[LiveStorage]) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
+from profiler.rerun_arguments import handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.activation_ledger import Ledger, needs_gradient
 from profiler.trace.autograd_order import next_number, running_number
@@ -246,21 +247,22 @@ class Meter(UncompiledMode):
             self._is_entering_checkpoint = False
             return inner(*args, **kwargs)
 
+        run, args, kwargs = handed_alike(forward, args, kwargs)
         self._is_entering_checkpoint = True
         try:
             with set_checkpoint_early_stop(execution.path not in self._repeated):  # the runtime stops units early
-                return checkpoint(forward, *args, context_fn=lambda: contexts, **settings, **kwargs)
+                return checkpoint(run, *args, context_fn=lambda: contexts, **settings, **kwargs)
         finally:
             self._is_entering_checkpoint = False
 
     def _saving_nothing(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward that no backward will follow."""
-        version = version_of_offloaded(args, kwargs)
+        version, held = version_of_offloaded(args, kwargs), without_offloaded(args, kwargs)
         with saving_nothing():
             output = inner(*args, **kwargs)
         if version_of_offloaded(args, kwargs) != version:  # changed in place, it is not what the block was handed
             execution.lone = None
-        self.ledger.end_block(without_offloaded(args, kwargs))
+        self.ledger.end_block(held)
         return output
 
     def _watching_buffers(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
@@ -482,11 +484,9 @@ class Meter(UncompiledMode):
 
     def _follow_backward(self) -> None:
         """Go to the call whose forward made the running node; parameter gradients of calls after it are done."""
-        number = running_number()
-        if number is None:  # outside of any node: the gradient of the loss itself
+        if (number := running_number()) is None:  # outside of any node: the gradient of the loss itself
             return
-        index = self.ledger.call_of(number)
-        if index is not None and index != self.ledger.index:
+        if (index := self.ledger.call_of(number)) is not None and index != self.ledger.index:
             # Of calls between, too: of a sum with a parameter no op runs back.
             for call in self.ledger.calls[self.ledger.index : index : -1] or (self.ledger.call,):
                 for parameter in self._parameters[call.operator]:

@@ -5,9 +5,10 @@ A block that is one unit is gathered around all that happens here: its forward i
 its forward runs again, and kept from there to their backward, so that each is gathered twice per
 micro-batch and not three times.
 
-A forward that runs again must do what it did, and leave nothing behind.  So buffers that it changes (statistics of
-BatchNorm, vectors of spectral norms) have again the values that they had before it, and keep those that it gave them;
-and in the first step its matrix products are compared: a block that remembers something else is refused.
+A forward that runs again must do what it did, and leave nothing behind.  So lists that it is handed are what they were
+(`profiler.rerun_arguments`); buffers that it changes (statistics of BatchNorm, vectors of spectral norms) have again
+the values that they had before it, and keep those that it gave them; and in the first step its matrix products are
+compared: a block that remembers something else is refused.
 
 Recomputed selectively, a block keeps what its matrix products and attention return, and takes it up again instead of
 computing it (`profiler.selective_recomputation`).  Offloaded, its input is on the host meanwhile
@@ -15,7 +16,7 @@ computing it (`profiler.selective_recomputation`).  Offloaded, its input is on t
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -25,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from profiler.errors import OsdpError
+from profiler.rerun_arguments import Forward, handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
 from runtime.strategies.offloaded_input import Offloading
 from runtime.torch_compat import is_fake
 
-Forward = Callable[..., Any]
 Buffers = dict[ParameterSite, Tensor]
 
 
@@ -88,6 +89,7 @@ class _Checkpointed:
         offloaded = self.offloading.offload(self.name, args, kwargs)
         if offloaded is not None:
             forward, (args, kwargs) = offloaded.into(forward), offloaded.without(args, kwargs)
+        forward, args, kwargs = handed_alike(forward, args, kwargs)
         if self.sharded.device.type != "cpu":
             forward, args = _with_device(forward, args, self.sharded.device)
         # Stopped early, the last unit's forward would not reach the hook that ends it.

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
 from runtime.schedule import ScheduledUnit
@@ -77,7 +78,9 @@ def wrap(unit: ScheduledUnit, context: WrapContext) -> FullyShardedUnit:
 def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyShardedUnit:
     """Call `fully_shard` on a unit's modules with this mesh."""
     strategy, modules = unit.strategy, context.modules(unit)
-    context.materialise(unit)
+    own = context.materialise(unit)
+    # A module may be registered at several places, and so in the modules of other units too.
+    others = {parameter for module in modules for parameter in module.parameters()} - own.keys()
     secondary = context.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
     pinned = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
     try:
@@ -88,7 +91,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
                 reshard_after_forward=strategy.reshard_after_forward,
                 mp_policy=context.mixed_precision(unit),
                 offload_policy=pinned if strategy.offload else OffloadPolicy(),
-                ignored_params=context.ignored,
+                ignored_params=others,
             )
     except (ValueError, AssertionError, RuntimeError) as error:
         raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
@@ -112,7 +115,8 @@ def wrap_root(context: WrapContext) -> Root:
     """Make the model itself an FSDP2 module, if it is no unit, when all units are wrapped."""
     if not isinstance(context.model, FSDPModule):
         mesh = context.meshes.mesh(context.schedule.world_size)
-        fully_shard(context.model, mesh=mesh, reshard_after_forward=True, ignored_params=context.ignored)
+        sharded = {one for one in context.model.parameters() if isinstance(one, DTensor)}
+        fully_shard(context.model, mesh=mesh, reshard_after_forward=True, ignored_params=context.ignored | sharded)
     assert isinstance(context.model, FSDPModule)
     initialise(context.model)
     return Root(context.model)

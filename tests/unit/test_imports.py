@@ -42,6 +42,7 @@ SHARED = frozenset(
         "offloaded_input",
         "opaque_parameters",
         "plain_attributes",
+        "rerun_arguments",
         "selective_recomputation",
     )
 )
