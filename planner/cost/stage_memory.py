@@ -158,6 +158,8 @@ class StageMemoryWalk:
                 total += unit.bytes.unsharded
             elif not (backward or unit.rests):
                 total += unit.kept
+            elif unit.leaves_unsharded:
+                total += unit.bytes.unsharded
         return total
 
     def forward(self) -> None:
@@ -192,17 +194,23 @@ class StageMemoryWalk:
             unsharded, seen = self.unsharded_at(last, backward=True), Neighbours(above=True, below=True)
             self.note("recompute", calls[last].operator, unsharded, held, 0, ("call again", last), seen)
             return
-        *others, top = sorted(self.own, key=lambda unit: unit.last)
-        target = next((unit for unit in reversed(others) if not unit.stalls), None)
-        self.note_before_recomputation(others, top, target, held)
-        # The others come with their forward; what has been prefetched is there until then.
-        prefetched, seen = target.prefetched if target else 0, Neighbours(above=True, below=target is None)
-        unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in others) + top.bytes.unsharded
-        for unit in (*others, top):
+        units = sorted(self.own, key=lambda unit: unit.last)
+        # It has been gathered for its backward, unless what follows its modules needs the block before that begins.
+        top = None if self.in_tail else units[-1]
+        target = next((unit for unit in reversed(units) if unit is not top and not unit.stalls), None)
+        unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in units)
+        if top is not None:
+            self.note_before_recomputation(unsharded - top.still_kept, top, target, held)
+            unsharded += top.bytes.unsharded - top.still_kept
+        # The others come with their forward; what has been prefetched is there until then.  Where the forward of a unit
+        # begins in that of another, FSDP2 may free the buffer of a gather only when the next has been copied out.
+        prefetched, last_gathered = target.prefetched if target and not (self.in_tail and self.frame.is_top) else 0, 0
+        seen = Neighbours(above=True, below=target is None)
+        for unit in units:
             if unit is target:
                 prefetched = 0
-            # The last one too, if what follows its modules needs the block before its own backward begins.
-            buffers = prefetched + (unit.prefetched if unit is not top or self.in_tail else 0)
+            gathered = 0 if unit is top else unit.prefetched
+            buffers = prefetched + last_gathered + gathered
             if unit is not top:
                 operator, entering = unit.operators[0], ("gather again", unit.first)
                 with_temporary = buffers + unit.prefetch_temporary
@@ -210,15 +218,17 @@ class StageMemoryWalk:
                 unsharded += unit.bytes.unsharded - unit.still_kept
                 copying = buffers + unit.unshard_temporary
                 self.note("recompute", operator, unsharded + unit.bytes.secondary, held, copying, entering, seen)
+            if gathered and not unit.stalls and self.frame.stage.is_nested:
+                buffers, last_gathered = prefetched + gathered, gathered
             for j in range(unit.first, unit.last + 1):
                 self.note("recompute", calls[j].operator, unsharded, held, buffers, ("call again", j), seen)
 
-    def note_before_recomputation(
-        self, others: list[StagedUnit], top: StagedUnit, target: StagedUnit | None, held: float
-    ) -> None:
-        """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then."""
-        live = ("before again", top.last)
-        unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in others) + top.bytes.unsharded
+    def note_before_recomputation(self, kept: float, top: StagedUnit, target: StagedUnit | None, held: float) -> None:
+        """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then.
+
+        `kept` is what others have kept unsharded.
+        """
+        live, unsharded = ("before again", top.last), kept + top.bytes.unsharded
         operator, gathered = self.frame.stage.calls[top.last].operator, top.prefetched + top.unshard_temporary
         self.note("recompute", operator, unsharded + top.bytes.secondary, held, gathered, live, Neighbours(above=True))
         buffers = target.prefetched + target.prefetch_temporary if target else 0

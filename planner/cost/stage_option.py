@@ -413,7 +413,7 @@ class StageUnits:
         entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
         closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
         reducing = min((unit for unit in units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
-        waiting = [unit for unit in self.own if unit.reduced_after_backward]
+        waiting = [unit for unit in opened if unit.reduced_after_backward]
         stepped = sum(unit.bytes.stepped for unit in opened)
         gradients = sum(unit.bytes.gradients for unit in opened)
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
@@ -463,6 +463,7 @@ def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], un
         kept = unit.unsharded if spanning[operator].keeps_unsharded else unit.secondary
         is_open, often = index < last, runs_often(model.graph, operator)
         forward += unit.unsharded if is_open and not often else kept
-        backward += kept if not is_open else 0 if often else unit.unsharded
+        is_sharded = often and operator not in model.stages[index].left_unsharded
+        backward += kept if not is_open else 0 if is_sharded else unit.unsharded
         gradients += unit.full_gradients if operator in model.stages[index].waits else 0
     return Ambient(forward, backward, gradients)

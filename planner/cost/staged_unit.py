@@ -35,6 +35,10 @@ class StagedUnit:
     """Whether its last call of all is in this stage."""
     reduced_after_backward: bool
     """Whether no input of it needs a gradient, so that FSDP2 reduces it when all backward is over."""
+    is_left_unsharded: bool
+    """Whether the backward of a call of a later stage has left it unsharded (`Stage.left_unsharded`)."""
+    leaves_unsharded: bool
+    """Whether the backward of its calls here does."""
     own: bool
     """Whether it is sharded again after each backward of it: it is not spanning, or runs several times."""
     kept: int
@@ -58,12 +62,12 @@ class StagedUnit:
     @property
     def is_still_there(self) -> bool:
         """Whether it has stayed unsharded to its backward in this stage."""
-        return (self.strategy.keeps_unsharded or self.reopens is not None) and self.ends
+        return self.is_left_unsharded or ((self.strategy.keeps_unsharded or self.reopens is not None) and self.ends)
 
     @property
     def still_kept(self) -> int:
         """What is there of it before its backward in this stage."""
-        return self.kept if self.ends else 0
+        return self.bytes.unsharded if self.is_left_unsharded else self.kept if self.ends else 0
 
     @property
     def prefetched(self) -> int:
@@ -151,7 +155,7 @@ def make_unit(
     late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
     late = late and runs_back(graph, operators)
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
-    own = own or runs_often(graph, operators[0])
+    often = runs_often(graph, operators[0])
     is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
     return StagedUnit(
         operators=operators,
@@ -160,12 +164,14 @@ def make_unit(
         traffic=traffic,
         first=min(calls),
         last=max(calls),
-        opens=rests or (own and not strategy.keeps_unsharded),
-        closes=own or ends,
+        opens=rests or (often and not strategy.keeps_unsharded),
+        closes=own or often or ends,
         rests=rests,
         ends=ends,
         reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
-        own=own,
+        is_left_unsharded=not own and often and operators[0] in frame.stage.left_unsharded,
+        leaves_unsharded=not own and often and late and not rests,
+        own=own or often,
         kept=unit.unsharded if strategy.keeps_unsharded or reopens is not None else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
         stalls=spec.stalls or is_outside_fsdp,

@@ -49,8 +49,13 @@ class Stage:
     """Spanning operators whose last call is here."""
     waits: tuple[int, ...] = ()
     """Spanning operators that later stages compute with, so that gradients of them wait while this one runs back."""
+    left_unsharded: tuple[int, ...] = ()
+    """Spanning operators that a call of a later stage leaves unsharded in backward: it is handed nothing that needs a
+    gradient, on which FSDP2 would hang its post-backward."""
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
+    is_nested: bool = False
+    """Whether any of its operators is inside of another, so that forwards of units begin in those of others."""
     can_offload: bool = False
     """Whether there is anything to offload if it is recomputed (`Block.offloadable_bytes`)."""
 
@@ -167,6 +172,12 @@ def _takes(graph: ModelGraph) -> dict[int, tuple[int, ...]]:
     return {block: tuple(one for one, blocks in sharers.items() if block in blocks) for block in takers}
 
 
+def _is_nested(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
+    paths = [path for operator in operators for path in graph.operators[operator].modules]
+    around = tuple(f"{path}." for path in paths)
+    return any(path.startswith(around) for path in paths)
+
+
 def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one."""
     wholes, taken = _wholes(graph, slices), _takes(graph)
@@ -183,12 +194,14 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         waits = tuple(o for o in sorted(spanning) if last_read[o] >= stop)
+        later = {call.operator: call.late for call in reversed(graph.calls[stop:]) if call.operator in spanning}
+        left_unsharded = tuple(o for o in sorted(spanning) if later.get(o))
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
             shapes = tuple(tuple(replace(p, name="") for p in graph.operators[o].parameters) for o in operators)
-            key = (graph.blocks[block].block_class, shapes, around, waits, takes)
+            key = (graph.blocks[block].block_class, shapes, around, waits, left_unsharded, takes)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(
@@ -202,7 +215,9 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 opens=tuple(o for o in sorted(spanning) if start <= first[o] < stop),
                 closes=tuple(o for o in sorted(spanning) if start <= last[o] < stop),
                 waits=waits,
+                left_unsharded=left_unsharded,
                 takes=takes,
+                is_nested=_is_nested(graph, operators),
                 can_offload=block is not None and graph.blocks[block].offloadable_bytes != Affine(),
             )
         )

@@ -102,6 +102,8 @@ class Ledger:
         self._note_holders()
         if self.call.operator == NOBODY:
             self.call.operator, self.call.block, self.call.late = operator, self.block, operator in self.late
+            if not self.tally.events:
+                self.mark()
             self._open()
             return
         self.call = CallRecord(operator, self.block, late=operator in self.late)

@@ -240,9 +240,14 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
 
 
 def _left_out(values: Sequence[int], sizes: Sizes) -> Affine:
-    """Return a line of what others leave out, which must not be bounded from above: nothing if there is none."""
+    """Return a line of what others leave out, which must not be bounded from above.
+
+    Where there is none, nothing is left out, and what is added (values below 0) is on a line that bounds it.
+    """
     found = line(values, sizes)
-    return found if all(found(size) == value for size, value in zip(sizes, values, strict=True)) else Affine()
+    if any(found(size) != value for size, value in zip(sizes, values, strict=True)):
+        return line([max(0, -value) for value in values], sizes).times(-1)
+    return found
 
 
 def _between(end: Ending, other: Ending | None = None) -> slice:

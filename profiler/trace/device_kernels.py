@@ -10,6 +10,7 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
   What cuDNN keeps is not known: for CUDA the trace has the plain products of every step.
 - GRU, RNN and what is left of LSTM: a CPU multiplies the inputs of all steps at once (`profiler.recurrent_layers`).
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
+- group norm: CPUs take images with their channels last as they are, others make a copy that is laid out in rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
 from profiler.recurrent_layers import CELLS, recurrent
+from profiler.trace.shapes import channels_last_format
 
 aten = torch.ops.aten
 
@@ -40,6 +43,7 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
         chosen["scaled_dot_product_attention"] = partial(_attention, fused_dropout=device_type == "cuda")
     if (device_type == "cpu") == (run_on == "meta"):  # else torch chooses so itself
         chosen |= {f"{name}.input": partial(recurrent, name, device_type == "cpu") for name in CELLS}
+        chosen["group_norm"] = partial(_group_norm, device_type == "cpu")
     if device_type == "cpu" and run_on == "meta":
         chosen["lstm.input"] = _lstm
     if device_type == "cuda":
@@ -76,7 +80,9 @@ def _attention(
     plain_mask = attn_mask is None or not (attn_mask.requires_grad or is_causal)
     # Fused kernels broadcast no heads (`check_batch_size_and_num_heads_dense` of torch); groups need to be asked for.
     same_heads = enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
-    if four and same_width and same_heads and plain_mask and (dropout_p == 0.0 or fused_dropout):
+    # Nor do they read rows with gaps (`check_last_dim_stride_equals_1_dense`).
+    in_rows = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    if four and same_width and same_heads and plain_mask and in_rows and (dropout_p == 0.0 or fused_dropout):
         fused = aten._scaled_dot_product_flash_attention_for_cpu
         out = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return out
@@ -95,3 +101,18 @@ def _lstm(x: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if train and p > 0.0 else x
+
+
+def _group_norm(
+    keeps_channels_last: bool,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    x = x.contiguous(memory_format=channels_last_format(x) if keeps_channels_last else torch.contiguous_format)
+    batch, channels, *spatial = x.shape
+    out: Tensor = aten.native_group_norm(x, weight, bias, batch, channels, prod(spatial), groups, eps)[0]
+    return out

@@ -22,6 +22,7 @@ META = torch.device("meta")
 Layouts = Layout | list[Layout | None]
 """One output, or several of which some are not computed."""
 Rule = Callable[..., Layouts | None]
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def predict(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Layouts | None:
@@ -39,13 +40,28 @@ def make(layouts: Layouts) -> Any:
     return tuple(None if layout is None else make(layout) for layout in layouts)
 
 
+def channels_last_format(tensor: Tensor) -> torch.memory_format:
+    """Return in which format kernels take the memory of images: their channels may be the last dimension there.
+
+    As `suggest_memory_format` of torch, for tensors of 4 and 5 dimensions.
+    """
+    if tensor.dim() not in _CHANNELS_LAST or not tensor.stride(1):
+        return torch.contiguous_format
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        step = tensor.stride(dim)
+        if step < least or (not dim and least == tensor.stride(1)):  # one channel, or one pixel
+            return torch.contiguous_format
+        least = step * max(1, tensor.shape[dim])
+    return _CHANNELS_LAST[tensor.dim()]
+
+
 def _is_row_major(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    wanted = formats.get(tensor.dim())
+    wanted = _CHANNELS_LAST.get(tensor.dim())
     return wanted is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=wanted)
 
 
@@ -66,6 +82,35 @@ def _bmm(a: Tensor, b: Tensor) -> Layout | None:
     if a.dtype != b.dtype or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
         return None
     return contiguous((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Layout | None:
+    """As CPUs and cuDNN lay it out; torch's meta kernel, which knows no device, lays out all in rows."""
+    spatial = range(x.dim() - 2)
+    if x.dtype != weight.dtype or any(len(one) != len(spatial) for one in (stride, padding, dilation, output_padding)):
+        return None
+    shape = [x.shape[0], weight.shape[1] * groups if transposed else weight.shape[0]]
+    for i in spatial:
+        size, reach = x.shape[2 + i], dilation[i] * (weight.shape[2 + i] - 1) - 2 * padding[i]
+        last = (size - 1) * stride[i] + reach + output_padding[i] if transposed else (size - 1 - reach) // stride[i]
+        shape.append(last + 1)
+    if {channels_last_format(x), channels_last_format(weight)} == {torch.contiguous_format}:
+        return contiguous(shape, x.dtype)
+    first, *others, channels = contiguous((shape[0], *shape[2:], shape[1]), x.dtype).strides
+    return Layout(tuple(shape), (first, channels, *others), x.dtype)
 
 
 # --- normalisation, softmax, loss -----------------------------------------------------------------
@@ -135,7 +180,7 @@ def _batch_norm(
 
 def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> Layouts | None:
     *_, train, _, (needed, *of_parameters) = rest
-    is_plain = train and needed and _is_row_major(grad, x) and grad.dtype == x.dtype
+    is_plain = train and needed and _is_row_major(x) and grad.dtype == x.dtype
     if not is_plain or (weight is None and any(of_parameters)):
         return None
     channels = None if weight is None else contiguous(x.shape[1:2], weight.dtype)
@@ -265,6 +310,7 @@ _RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
+    aten.convolution.default: _convolution,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_batch_norm.default: _batch_norm,

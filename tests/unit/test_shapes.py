@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import cycle
+from random import Random
 from typing import Any
 
 import pytest
@@ -128,7 +129,33 @@ def batch_norms(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, lis
             yield aten.native_batch_norm.default, given, {}
             _, *saved = aten.native_batch_norm.default(*given)
             mask = [True, weight is not None, weight is not None]
-            yield aten.native_batch_norm_backward.default, [x, x, weight, *given[3:5], *saved, True, 1e-5, mask], {}
+            for grad in (x, x.mT.contiguous().mT):
+                rest = [*given[3:5], *saved, True, 1e-5, mask]
+                yield aten.native_batch_norm_backward.default, [grad, x, weight, *rest], {}
+
+
+def convolutions(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any], dict[str, Any]]]:
+    """Yield convolutions of images, their memory and that of weights in either format, sliced and transposed."""
+    draw = Random(3)
+
+    def laid_out(images: Tensor) -> Tensor:
+        formats: dict[int, torch.memory_format] = {4: torch.channels_last, 5: torch.channels_last_3d}
+        if images.dim() in formats and draw.random() < 0.5:
+            images = images.to(memory_format=formats[images.dim()])
+        return torch.cat([images, images], 1)[:, : images.shape[1]] if draw.random() < 0.3 else images
+
+    for spatial in (1, 2, 3) * 20:
+        groups, transposed = draw.choice((1, 2, 4)), draw.random() < 0.3
+        channels, outputs = (4 * draw.choice((1, 2)) for _ in range(2))
+        sizes, kernel = ([draw.choice(some) for _ in range(spatial)] for some in ((4, 5, 7), (1, 2, 3)))
+        step, pad, reach = ([draw.choice((1, 2)) - one for _ in range(spatial)] for one in (0, 1, 0))
+        extra = [draw.randrange(one) if transposed else 0 for one in step]
+        x = laid_out(torch.rand(2, channels, *sizes).to(dtype))
+        shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
+        weight = torch.rand(*shape, *kernel).to(dtype)
+        weight = laid_out(weight) if spatial > 1 and not transposed else weight
+        bias = draw.choice((None, torch.rand(outputs).to(dtype)))
+        yield aten.convolution.default, [x, weight, bias, step, pad, reach, transposed, extra, groups], {}
 
 
 def attention(dtype: torch.dtype, form: str, key_heads: int = 3) -> list[Tensor]:
@@ -166,6 +193,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any]
     yield aten.native_layer_norm.default, [x, [3, 4], None, None, 1e-5], {}
     yield aten.native_layer_norm_backward.default, norm_backward(dtype, [True, True, True]), {}
     yield aten.native_layer_norm_backward.default, norm_backward(dtype, [False, True, True]), {}
+    yield from convolutions(dtype)
     yield from batch_norms(dtype)
     for forward in (aten._softmax.default, aten._log_softmax.default):
         yield forward, [f(2, 3, 4), -1, False], {}

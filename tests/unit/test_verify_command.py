@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +142,25 @@ def test_the_report_has_every_category_and_the_verdict(cli: Cli, planned: Plan) 
     assert "The allocator fits with expandable_segments:True" in text
 
 
+orthogonal = nn.utils.parametrizations.orthogonal
+
+
 @pytest.mark.parametrize(
-    "how",
-    [{"orthogonal_map": "matrix_exp"}, {"orthogonal_map": "householder", "use_trivialization": False}],
-    ids=("compares", "computes"),
+    "asks",
+    [
+        partial(orthogonal, orthogonal_map="matrix_exp"),
+        partial(orthogonal, orthogonal_map="householder", use_trivialization=False),
+        lambda layer: nn.init.trunc_normal_(layer.weight, std=0.02),
+    ],
+    ids=("compares", "computes", "draws until"),
 )
-def test_a_model_whose_constructor_asks_for_its_weights(how: dict[str, Any]) -> None:
-    """Whether they are orthogonal already; verifying once refused what planning accepts."""
+def test_a_model_whose_constructor_asks_for_its_weights(asks: Callable[[nn.Linear], object]) -> None:
+    """Whether they are orthogonal already, or within bounds; verifying once refused what planning accepts."""
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), **how), nn.Linear(16, 4))
+        layer = nn.Linear(16, 16)
+        asks(layer)
+        return nn.Sequential(layer, nn.Linear(16, 4))
 
     model = source_of(build, "orthogonal", None, lambda batch: torch.randn(batch, 16))
     graph, machine = trace_model(model), load_cluster("cpu-gloo", 1, 2)

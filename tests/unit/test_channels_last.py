@@ -1,0 +1,97 @@
+"""Traces lay out images, and choose kernels for what is laid out so, as CPUs do.
+
+Tokens that become an image have its channels last in memory, and kernels keep them there; `contiguous` then makes a
+copy.  Steps compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rehearsals import compare, plan_of
+from synthetic import cluster
+from torch import Tensor, nn
+
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
+
+SIDE, WIDTH = 12, 32
+
+
+class Tokens(nn.Module):
+    """Mixes channels of an image as those of a sequence; the result has its channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(images.flatten(2).transpose(1, 2))
+        return images + mixed.transpose(1, 2).unflatten(2, (SIDE, SIDE))
+
+
+class Copied(nn.Sequential):
+    """A convolution whose result is wanted in rows."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = images
+        for part in self:
+            out = torch.tanh(part(out).contiguous())
+        return out
+
+
+class Sideways(nn.Module):
+    """Attention over pixels, with rows that are columns in memory: no fused kernel takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(WIDTH, 3 * WIDTH, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        q, k, v = (one.flatten(2).unflatten(1, (4, -1)).mT for one in self.qkv(images.contiguous()).chunk(3, 1))
+        attended: Tensor = F.scaled_dot_product_attention(q, k, v)
+        return images + attended.mT.flatten(1, 2).unflatten(2, (SIDE, SIDE))
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(4, WIDTH), nn.SiLU())
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.ReLU())
+
+
+def copied() -> nn.Module:
+    return Copied(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 1))
+
+
+class Net(nn.Module):
+    """Images (batch, 3, SIDE, SIDE) -> a loss."""
+
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 3, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(Tokens(), part()) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "part", [grouped, normed, copied, Sideways], ids=["group norm", "batch norm", "copies", "attention"]
+)
+def test_memory_of_images(part: Callable[[], nn.Module], recomputes: bool) -> None:
+    inputs = lambda _, batch: ((torch.randn(batch, 3, SIDE, SIDE),), {})  # noqa: E731
+    source, machine = ModelSource("images", lambda: Net(part), inputs, 1), cluster(1, 2)
+    graph = trace_model(source)
+    choices, again = {one.name: "shard" for one in graph.operators}, [one.name for one in graph.blocks]
+    plan = plan_of(graph, machine, choices, again if recomputes else (), micro_batch=3)
+    found = compare(plan, source, graph, machine, with_data=True)
+    assert -0.002 <= found.error <= 0.01
