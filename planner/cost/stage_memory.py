@@ -184,6 +184,9 @@ class StageMemoryWalk:
         ending = [unit for unit in self.units if unit.closes and unit.last == j]
         self.note("forward", operator, unsharded, 0, gathered, ("module" if ending else "call", j), seen)
         if ending:
+            copied = max(unit.bytes.secondary for unit in ending)  # H is a copy of a part of U, which is there yet
+            if copied:
+                self.note("forward", operator, unsharded + copied, 0, gathered, ("module", j), seen)
             left = unsharded - sum(unit.bytes.unsharded - unit.kept for unit in ending)
             self.note("forward", operator, left, 0, gathered, ("tail", j), seen)
 

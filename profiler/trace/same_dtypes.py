@@ -19,6 +19,7 @@ _OF_ONE_DTYPE = frozenset(
         *("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_"),
         *("index_put", "index_put_", "_index_put_impl_", "put", "put_"),
         *("grid_sampler_2d", "grid_sampler_3d", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward"),
+        "convolution",
     )
 )
 """Of which torch 2.13 refuses two dtypes with data, on CPUs as on GPUs, and takes them without."""

@@ -13,6 +13,8 @@ from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import DATA_TAGS, UnknownValueError
 from profiler.trace.same_dtypes import UnlikeDtypesError
 
+_UNLIKE_DTYPES = "expected scalar type|(same|one) dtype|type .* should be the same"
+"""In what torch's own kernels say of tensors of two dtypes."""
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -69,7 +71,7 @@ def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
             "pass what decides as a Python number, or as an input that example_inputs makes of known values "
             "(torch.tensor, torch.full, torch.arange), or replace the branch by torch.where"
         )
-    if isinstance(error, UnlikeDtypesError):
+    if isinstance(error, UnlikeDtypesError) or re.search(_UNLIKE_DTYPES, str(error)):
         return (
             "cast one to the dtype of the other, as in `buffer.to(x.dtype)`: under bf16 parameters and inputs of "
             "modules are cast, and buffers stay as they are"

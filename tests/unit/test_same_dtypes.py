@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from profiler.mixed_precision import inputs_cast
@@ -16,6 +17,7 @@ FORMS = {
     "index_copy": lambda held, x: held.index_copy(0, torch.arange(len(x)), x),
     "index_put": lambda held, x: held.index_put((torch.arange(len(x)),), x),
     "mm": lambda held, x: x @ held,
+    "convolution": lambda held, x: F.conv1d(x[:, None], held[:1, None]),
     "addmm": lambda held, x: torch.addmm(held[: len(x)], x, x.new_ones(8, 8)),
 }
 
@@ -30,7 +32,15 @@ class Meets(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
-        return FORMS[self.form](self.held.to(x.dtype) if self.casts else self.held, x).mean()
+        return {**FORMS, **OF_TORCH}[self.form](self.held.to(x.dtype) if self.casts else self.held, x).mean()
+
+
+OF_TORCH = {
+    "bmm": lambda held, x: (x[None] @ held[None]).sum(0),
+    "einsum": lambda held, x: torch.einsum("ij,jk->ik", x, held),
+    "attention": lambda held, x: F.scaled_dot_product_attention(x[None, None], held[None, None], held[None, None])[0],
+}
+"""Refused by torch itself, with or without data."""
 
 
 def a_real_step(form: str, *, casts: bool) -> None:
@@ -43,7 +53,7 @@ def a_real_step(form: str, *, casts: bool) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_step_refuses_is_refused_when_it_is_traced(form: str) -> None:
     source = ModelSource("meets", lambda: Meets(form, casts=False), lambda _, n: ((torch.ones(n, 8),), {}), 1)
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type|type .* should be the same"):
         a_real_step(form, casts=False)
     with pytest.raises(ModelError) as refused:
         trace_model(source, "bf16")
@@ -51,6 +61,14 @@ def test_what_a_step_refuses_is_refused_when_it_is_traced(form: str) -> None:
     assert f"at op aten.{form}" in told
     for part in ("one dtype", "float32", "bfloat16", "buffer.to(x.dtype)"):
         assert part in told
+
+
+@pytest.mark.parametrize("form", OF_TORCH)
+def test_what_torch_refuses_has_the_same_advice(form: str) -> None:
+    source = ModelSource("meets", lambda: Meets(form, casts=False), lambda _, n: ((torch.ones(n, 8),), {}), 1)
+    with pytest.raises(ModelError) as refused:
+        trace_model(source, "bf16")
+    assert "buffer.to(x.dtype)" in str(refused.value)
 
 
 def test_what_is_cast_is_traced() -> None:
