@@ -1,4 +1,4 @@
-"""What a recomputed block is handed when its forward runs again: lists and dicts as they were before it first ran.
+"""What a recomputed block is handed when its forward runs again: lists, dicts and dataclasses as they first were.
 
     forward      block(hidden)     hidden.append(...)  by the code around it, or hidden.pop() by the block itself
     backward     block(copy)
@@ -8,8 +8,10 @@ since the code around may read what the block does to them; each later one gets 
 the same, held until the block's backward.
 """
 
+import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch.utils._pytree import tree_map
@@ -34,4 +36,14 @@ def handed_alike(
 
 def copied(value: Any) -> Any:
     """Return a value with containers in place of the containers that it is made of, and what is in them as it is."""
-    return tree_map(lambda leaf: leaf, value, is_leaf=lambda part: type(part) not in _CONTAINERS)
+    return tree_map(_copied_object, value, is_leaf=lambda part: type(part) not in _CONTAINERS)
+
+
+def _copied_object(leaf: Any) -> Any:
+    """Return a copy of a dataclass, of which containers are copied too, and anything else as it is."""
+    if isinstance(leaf, (type, dict)) or not is_dataclass(leaf) or not hasattr(leaf, "__dict__"):
+        return leaf
+    made: Any = copy.copy(leaf)
+    for name, value in vars(leaf).items():
+        object.__setattr__(made, name, copied(value))
+    return made

@@ -25,6 +25,7 @@ import runtime.strategies
 from profiler.alias_outputs import return_no_views, wrappable
 from profiler.computed_attributes import forget_computed
 from profiler.errors import OsdpError
+from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
 from runtime.local_shards import LocalShard, Origin, whole
@@ -81,7 +82,12 @@ def apply_schedule(
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
     _move_buffers(model, device)
-    _prepare_outputs(model, schedule)
+    units = [model.get_submodule(path) for unit in schedule.units for path in unit.modules]
+    wrapped = dict.fromkeys([*wrappable(model), *units])
+    containers = ContainersHanded(wrapped)
+    return_no_views(wrapped)
+    for module in () if schedule.by_ddp else dict.fromkeys(units):
+        refuse_double_backward_through(module)
     context = WrapContext(
         model=model, schedule=schedule, meshes=meshes, device=device, find_unused_parameters=find_unused_parameters
     )
@@ -89,19 +95,12 @@ def apply_schedule(
     cast_inputs(model, schedule.precision)
     for split in schedule.splits:  # it owns no parameters itself: else each slice would cast its part
         cast_inputs(model.get_submodule(split.module), schedule.precision)
+    containers.surround()
     kept = set(map(id, model.parameters()))
     replace_references(model, names)
     sharded.replaced = [reference for reference in originals if id(reference()) not in kept]
     refuse_reads(sharded.replaced)
     return sharded
-
-
-def _prepare_outputs(model: nn.Module, schedule: Schedule) -> None:
-    """Let modules return aliases in place of views, wherever a plan may wrap one, and units refuse double backwards."""
-    units = [model.get_submodule(path) for unit in schedule.units for path in unit.modules]
-    return_no_views(dict.fromkeys([*wrappable(model), *units]))
-    for module in () if schedule.by_ddp else dict.fromkeys(units):
-        refuse_double_backward_through(module)
 
 
 def _wrapping(unit: ScheduledUnit, schedule: Schedule) -> ModuleType:

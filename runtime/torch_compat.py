@@ -358,7 +358,8 @@ def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
         return args, kwargs
 
     for module in modules:
-        module.register_forward_pre_hook(before_forward, with_kwargs=True)
+        # Where FSDP2 has its own: so what it makes copies of is given back (`profiler.handed_containers`).
+        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
 
 
 def initialise(root: FSDPModule) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from profiler.handed_containers import HandedContainers
 from profiler.trace.elementwise import Layout
 
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -78,6 +79,8 @@ class Handover:
 
     leaves: list[Any] = field(default_factory=list)
     """Arguments, as the block gets them; only while it runs."""
+    containers: HandedContainers | None = None
+    """Of the arguments; only while it runs."""
     trained: tuple[Tensor, ...] = ()
     """Those of them that need gradients, each once; only while it runs."""
     arguments: Shape | None = None
@@ -95,19 +98,22 @@ class Handover:
 
         There is no boundary if the same handover has been seen `bounded`.
         """
-        leaves, structure = tree_flatten((args, kwargs))
+        given = hooked = args, kwargs
+        leaves, structure = tree_flatten(given)
         trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         if bounded is not None:
             # What leaves the block in all: stand-ins hand it on together, of which others see nothing.
             self.trained, self.gradients, self.are_dense = (*trained.values(),), bounded.gradients, bounded.are_dense
         elif trained and torch.is_grad_enabled():
             handed = _Boundary.apply(self, *trained.values())  # type: ignore[no-untyped-call]
-            given = dict(zip(trained, handed, strict=True))
-            leaves = [given.get(id(leaf), leaf) for leaf in leaves]
+            replaced = dict(zip(trained, handed, strict=True))
+            leaves = [replaced.get(id(leaf), leaf) for leaf in leaves]
             self.trained = handed
-            args, kwargs = tree_unflatten(leaves, structure)
+            hooked = tree_unflatten(leaves, structure)
         self.leaves = leaves
         self.arguments = Shape(structure, _arguments(leaves))
+        self.containers = HandedContainers(given, hooked)
+        args, kwargs = self.containers.handed
         return args, kwargs
 
     def returned(self, out: Any, is_made: Callable[[Tensor], bool]) -> list[Tensor]:
@@ -130,8 +136,19 @@ class Handover:
                 made.append(leaf)
         if len(described) == len(leaves) and all(map(dense_layout, made)):
             self.outputs = Shape(structure, tuple(described))
-        self.leaves, self.trained = [], ()
+        if self.end():  # it has changed what it was handed, which no stand-in does
+            self.outputs = None
         return made
+
+    def end(self) -> bool:
+        """Give the caller's containers back; return whether the block has changed them."""
+        assert self.containers is not None
+        assert self.arguments is not None
+        leaves, structure = tree_flatten(self.containers.handed)
+        is_changed = structure != self.arguments.structure or list(map(id, leaves)) != list(map(id, self.leaves))
+        self.containers.give_back({})
+        self.leaves, self.trained, self.containers = [], (), None
+        return is_changed
 
 
 def dense_layout(tensor: Tensor) -> Layout | None:
@@ -230,7 +247,7 @@ class StandIn:
             next(fresh) if isinstance(kind, Layout) else leaves[value] if kind is None else value
             for kind, value in wanted.leaves
         ]
-        own.leaves, own.trained = [], ()
+        own.end()
         return tree_unflatten(outputs, wanted.structure)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
+from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
@@ -87,6 +88,8 @@ def run_sizes(
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
     return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures, let_go)
 
+
+_OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)
 
 Recomputed = dict[Recompute, dict[int, Pass]]
 """Passes by what of every block is recomputed, and by micro-batch."""
@@ -324,4 +327,4 @@ class _Runner:
         """Return whether a module of an operator has hooks before its forward, as `nn.utils.weight_norm` has."""
         modules = map(self._module.get_submodule, self.groups[operator].modules)
         hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
-        return any(getattr(hook, "__module__", "") != inputs_cast.__module__ for hook in hooks)
+        return any(getattr(hook, "__module__", "") not in _OWN_HOOKS for hook in hooks)

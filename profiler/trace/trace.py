@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import nn
 
-from profiler.alias_outputs import outputs_aliased
+from profiler.alias_outputs import outputs_aliased, wrappable
 from profiler.computed_attributes import computed_by_hooks, computed_forgotten, values_of
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
+from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
@@ -118,7 +119,10 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         computed = computed_by_hooks(module)
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         until_traced.enter_context(parameters_stay(source.name, module))
-        with unregistered_reads(module) as read, mode, outputs_aliased(module), inputs_cast(module, precision):
+        containers = ContainersHanded(wrappable(module) if COMPUTE_DTYPE[precision] else ())
+        for hooks in (outputs_aliased(module), inputs_cast(module, precision), containers.surrounding()):
+            until_traced.enter_context(hooks)
+        with unregistered_reads(module) as read, mode:
             run = run_sizes(module, source, found, rested, device, sizes, computed)
             kept = tuple(buffer_of(name, tensor) for name, tensor in values_of(computed))
     passes = run.passes, run.recomputed, run.selective, run.apart, run.let_go

@@ -37,6 +37,7 @@ SHARED = frozenset(
         "alias_outputs",
         "computed_attributes",
         "fake_devices",
+        "handed_containers",
         "loss_storage",
         "mixed_precision",
         "offloaded_input",
