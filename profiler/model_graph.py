@@ -182,6 +182,13 @@ class CallMemory:
     """Activations that are kept for backward because of this call, and not of an earlier one."""
     held_bytes: Affine = Affine()
     """The part of those that the model's own forward holds on to until it is over, which its peaks count."""
+    opening_forward_peak_bytes: Affine = Affine()
+    """Highest live bytes while its block, of which this is the first call, runs forward to it, less what earlier calls
+    saved."""
+    opening_backward_peak_bytes: Affine = Affine()
+    """The same in the backward of that, without gradients of parameters."""
+    opening_backward_end_bytes: Affine = Affine()
+    """The same when that is over."""
     forward_start_bytes: Affine
     """Live bytes when the forward begins, less what earlier calls saved."""
     forward_peak_bytes: Affine

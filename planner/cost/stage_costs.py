@@ -14,7 +14,7 @@ from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
 from profiler.byte_sizes import allocated_bytes
-from profiler.model_graph import UNSEEN_RERUN, Affine, CallMemory, Recompute
+from profiler.model_graph import UNSEEN_RERUN, Affine, Call, CallMemory, Recompute
 
 Costs = tuple[UnitBytes, UnitTraffic]
 Live = tuple[str, int]
@@ -70,10 +70,19 @@ class StageFrame:
         self.is_bottom = index == 0
         self.is_top = index == len(model.stages) - 1
         trained = {c.operator: [p for p in graph.operators[c.operator].parameters if p.trainable] for c in stage.calls}
+        self.has_opening = stage.block is not None and _opens(stage.calls[0])
+        """Whether the block allocates anything before its first call."""
         self.full_gradients = {
             operator: sum(allocated_bytes(p.compute_bytes(load.precision) * p.numel) for p in parameters)
             for operator, parameters in trained.items()
         }
+
+
+def _opens(call: Call) -> bool:
+    """Return whether anything is allocated before a call that is the first of a block."""
+    seen = [one.memory(how) or one for one in (call, call.apart) if one for how in Recompute]
+    peaks = [(one.opening_forward_peak_bytes, one.opening_backward_peak_bytes) for one in seen]
+    return any(one != (Affine(), Affine()) for one in peaks)
 
 
 class StageCosts:
@@ -195,6 +204,11 @@ class StageActivations:
         for saved, held, call in zip(self.saved, self.held, self.calls, strict=False):
             self.forward_peak.append(saved - held + call.forward_peak(micro_batch))
             self.backward_peak.append(saved + call.backward_peak(micro_batch) + self.offloaded)
+        if frame.has_opening:
+            first, own = self.calls[0], frame.full_gradients[calls[0].operator] if calls[0].reads_parameters else 0
+            opening = first.opening_backward_peak_bytes(micro_batch) + own + self.offloaded
+            self.forward_peak[0] = max(self.forward_peak[0], first.opening_forward_peak_bytes(micro_batch))
+            self.backward_peak[0] = max(self.backward_peak[0], opening)
         self.shared = 0.0 if recompute else sum(call.shared_bytes(micro_batch) for call in calls)
         if recompute and block is not None:
             rerun = frame.model.graph.blocks[block].runs_again(recompute, is_whole=False)
@@ -242,6 +256,11 @@ class StageActivations:
                 "reduction": saved + end(batch) + self.offloaded,
                 "end": saved + call.backward_end_bytes(batch) + self.offloaded,
             }
+            if self.frame.has_opening and not j:
+                at["opening"] = call.opening_forward_peak_bytes(batch)
+                at["backward of opening"] = call.opening_backward_peak_bytes(batch) + self.offloaded
+                if is_whole:  # It is reduced when all of that is over.
+                    at["reduction"] = max(at["reduction"], call.opening_backward_end_bytes(batch) + self.offloaded)
             if self.recompute:
                 at |= {"before again": again_start, "call again": again_peak}
                 if is_whole:  # It is gathered first, and then runs again.
@@ -252,5 +271,6 @@ class StageActivations:
                 at["gather again"] = grown + kept.calls[j].forward_start_bytes(batch)
                 inside = 2 if j == len(calls) - 1 else 3  # what follows the block does not run again
                 at["call again"] = grown + max(kept.calls[j].forward_parts(batch)[:inside])
+                at["opening again"] = grown + kept.calls[j].opening_forward_peak_bytes(batch)
             found |= {(name, j): bytes_alive for name, bytes_alive in at.items()}
         return found

@@ -165,6 +165,8 @@ class StageMemoryWalk:
     def forward(self) -> None:
         """Note the moments of the forward."""
         gathered, seen = 0, Neighbours(below=True)
+        if self.frame.has_opening and not self.is_whole:
+            self.note_opening()
         for j, call in enumerate(self.frame.stage.calls):
             unsharded = self.unsharded_at(j, backward=False)
             for unit in self.units:
@@ -176,7 +178,16 @@ class StageMemoryWalk:
                     self.note("forward", call.operator, unsharded - unit.bytes.unsharded, 0, buffers, live, seen)
                     if not unit.stalls:
                         gathered, seen = unit.bytes.gathered, ALONE
+            if self.frame.has_opening and self.is_whole and not j:
+                self.note("forward", call.operator, unsharded, 0, gathered, ("opening", 0), seen)
             self.forward_call(j, unsharded, gathered, seen)
+
+    def note_opening(self) -> None:
+        """Note what a block of several units runs before the first of them is gathered."""
+        unsharded = self.unsharded_at(0, backward=False)
+        unsharded -= sum(unit.bytes.unsharded for unit in self.units if unit.opens and unit.first == 0)
+        operator = self.frame.stage.calls[0].operator
+        self.note("forward", operator, unsharded, 0, 0, ("opening", 0), Neighbours(below=True))
 
     def forward_call(self, j: int, unsharded: float, gathered: int, seen: Neighbours) -> None:
         """Note a call, and what follows its module when the units that end with it are sharded again."""
@@ -209,6 +220,8 @@ class StageMemoryWalk:
         # begins in that of another, FSDP2 may free the buffer of a gather only when the next has been copied out.
         prefetched, last_gathered = target.prefetched if target and not (self.in_tail and self.frame.is_top) else 0, 0
         seen = Neighbours(above=True, below=target is None)
+        if self.frame.has_opening:
+            self.note("recompute", calls[0].operator, unsharded, held, prefetched, ("opening again", 0), seen)
         for unit in units:
             if unit is target:
                 prefetched = 0
@@ -254,7 +267,7 @@ class StageMemoryWalk:
                 around = self.spanning_unsharded + sum(unit.still_kept for unit in self.own)
                 tail = "backward of tail", j
                 self.note("backward", call.operator, around, gradients, prefetched, tail, Neighbours(above, below))
-                at = "backward of module"
+                at, prefetched = "backward of module", 0
             for unit in self.units:
                 if unit.closes and unit.last == j and self.again and unit.own and unit is not self.whole:
                     # It has been gathered to run again, and so has what would be prefetched now.
@@ -279,6 +292,9 @@ class StageMemoryWalk:
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
             if call.reads_parameters:
                 done.add(call.operator)
+            if self.frame.has_opening and self.is_whole and not j:
+                gradients, live = reduced + self.held(done), ("backward of opening", 0)
+                self.note("backward", call.operator, unsharded, gradients, buffers, live, seen)
             for unit in self.units:
                 if unit.rests and unit.first == j and unit.reduced_after_backward:
                     reduced_after.append(unit)
@@ -294,6 +310,10 @@ class StageMemoryWalk:
                     reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
                 if unit.first == j and unit.replaces_reduction:
                     reduce_input, above = unit.left_reduce_input, False
+            if self.frame.has_opening and not self.is_whole and not j:
+                gradients, seen = reduced + self.held(done), Neighbours(above, below)
+                around, live = prefetched + reduce_input, ("backward of opening", 0)
+                self.note("backward", call.operator, unsharded, gradients, around, live, seen)
 
         if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
@@ -347,7 +367,7 @@ class StageMemoryWalk:
         later = [unit for unit in self.units if unit.closes and unit.last < j and not unit.stalls]
         if not later:
             return 0, True, 0
-        if self.again:
+        if self.again and j < len(self.frame.stage.calls):
             return 0, False, 0  # What ran again has stayed gathered.
         unit = max(later, key=lambda unit: unit.last)
         return unit.prefetched, False, unit.prefetch_temporary

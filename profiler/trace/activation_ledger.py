@@ -45,7 +45,7 @@ from torch import Tensor
 
 from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.trace.autograd_order import is_in_function, next_number, running_number
-from profiler.trace.call_records import CallRecord, Ending, Execution
+from profiler.trace.call_records import CallRecord, Ending, Execution, Opening
 from profiler.trace.live_storage import NO_CHARGE, NOBODY, Charge, LiveStorage
 
 
@@ -86,6 +86,8 @@ class Ledger:
         """Numbers of the events after the last block, and the live bytes of each."""
         self._released: list[LiveStorage] = []
         """What has died after the last block."""
+        self._opening: Opening | None = None
+        """Of the block whose code before its first call runs now, forward or back."""
         self._sums: list[LiveStorage] = []
         """Of gradients that waited with those that the current call's backward has returned so far."""
         self._bytes = self._waste = self._marks = 0
@@ -112,14 +114,17 @@ class Ledger:
         self.calls.append(self.call)
         self._starts.append(max(number, self._starts[-1]))
         self.attribute_saves()
-        self.mark()
         self._open()
+        self.mark()
 
     def _open(self) -> None:
         """Note what a block did before the call that begins, if that is its first."""
-        if self.block is not None and all(call.block != self.block for call in self.calls[-2:-1]):
+        opening, self._opening = self._opening, None
+        if self.block is not None and opening is not None:
             execution = self.executions[self.block]
             execution.opening = (self.call.forward.events or [self._bytes])[0] - execution.entered
+            opening.begins = execution.handover.begins
+            self.call.opening = opening if self.index else None  # all that comes before the second call is the first's
 
     def end_block(self, held: Any) -> None:
         """Note that a block has ended, and what would be held for it to run again, as its input is offloaded."""
@@ -142,7 +147,7 @@ class Ledger:
     def enter_block(self, path: str, inputs: Sequence[Tensor]) -> Execution:
         """Begin an execution of a block."""
         self.block = len(self.executions)
-        late = not needs_gradient(inputs)
+        self._opening, late = Opening(), not needs_gradient(inputs)
         self.executions.append(Execution(path, self.storages_of(inputs), late=late, entered=self._bytes))
         for storage in self.executions[-1].inputs:
             storage.taken_by.append(self.block)
@@ -168,7 +173,8 @@ class Ledger:
             always += [first[one] for one in takers if one in storage.savers]
             kept = [min(always)] if always else [first[one] for one in takers][:1]
             if not always and len(takers) < 2:
-                again, kept = kept, sorted(storage.savers.values())[:1]
+                # What a block saves before its first call is its own.
+                again, kept = kept, sorted(max(at, first.get(block, 0)) for block, at in storage.savers.items())[:1]
             else:
                 again = kept
             for index in kept:
@@ -184,7 +190,8 @@ class Ledger:
                 held = replace(storage.charge, held=storage.bytes if is_held else 0)
                 self._charge_to(index, "recomputed", storage, held)
             if storage.kept_by != NOBODY and None not in storage.savers and not storage.taken_by:
-                self._charge_to(storage.kept_by, "kept", storage, storage.charge)
+                index = max(storage.kept_by, first.get(storage.kept_in, 0))
+                self._charge_to(index, "kept", storage, storage.charge)
         for number, execution in enumerate(self.executions):
             if execution.saves and number in first:
                 self.calls[first[number]].recomputed += execution.changed
@@ -231,6 +238,8 @@ class Ledger:
             call.backward.rebase(base)
             for end in (call.module_end, call.block_end):
                 end.arrived = None if end.arrived is None else end.arrived - base.bytes
+            if call.opening is not None:
+                call.opening.rebase(base)
             call.ended = None if call.ended is None else call.ended - base.bytes
             call.module_ended = None if call.module_ended is None else call.module_ended - base.bytes
         for number, execution in enumerate(self.executions):
@@ -262,6 +271,7 @@ class Ledger:
 
     def _end(self) -> None:
         """Note that the backward of the current call is over, for now."""
+        self._open_back(None)
         if self.call.backward.events:
             self.call.ended = self._bytes
             self.call.module_ended = self._bytes + self._freed_by_sums()
@@ -293,8 +303,17 @@ class Ledger:
         for storage in storages:
             storage.addends = ()
 
+    def _open_back(self, opening: Opening | None) -> None:
+        """Note whether the backward is in an opening."""
+        if self._opening not in (None, opening):
+            self._opening.ended = self._bytes
+        self._opening = opening
+
     def arrive(self, number: int) -> None:
         """Note where an autograd node whose backward runs now was made, if in the current call's forward."""
+        after = self.calls[self.index + 1 :][:1]
+        opening = after[0].opening if after and self.call_of(number) == self.index else None
+        self._open_back(opening if opening and number >= opening.begins else None)
         for end in (self.call.module_end, self.call.block_end):
             if end.number is not None and number >= end.number and self.call_of(number) == self.index:
                 end.reached = len(self.call.backward.events) + 1  # with the event that its op will be
@@ -322,8 +341,9 @@ class Ledger:
             self._released.clear()
         elif not self.in_backward:
             self._tail.append((self._marks, self._bytes))
-        self.tally.events.append(self._bytes)
-        self.tally.waste = max(self.tally.waste, self._waste)
+        self.tally.add(self._bytes, self._waste)
+        if self._opening is not None and not self.is_running_again:
+            (self._opening.backward if self.in_backward else self._opening.forward).add(self._bytes, self._waste)
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -379,7 +399,7 @@ class Ledger:
         """Note that an op made what the block that runs keeps, if `kept`, or would keep, until it has run again."""
         for storage in self.storages_of(outputs):
             storage.is_product = True
-            storage.kept_by = self.index if kept else NOBODY
+            storage.kept_by, storage.kept_in = self.index if kept else NOBODY, self.block
 
     def storages_of(self, tensors: Sequence[Tensor]) -> tuple[LiveStorage, ...]:
         """Return the tensors' live storages, each once."""
@@ -400,7 +420,7 @@ class Ledger:
         storage.key = untyped._cdata
         storage.bytes = untyped.nbytes()
         storage.waste = -storage.bytes % ALLOCATION_BYTES
-        storage.producer, storage.kept_by = producer, NOBODY
+        storage.producer, storage.kept_by, storage.kept_in = producer, NOBODY, None
         storage.savers, storage.taken_by = {}, []
         storage.handed, storage.is_read, storage.is_product, storage.died_at = False, False, False, None
         storage.addends = ()

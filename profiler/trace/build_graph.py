@@ -30,7 +30,7 @@ from profiler.model_graph import (
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
 from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
-from profiler.trace.call_records import CallRecord, Ending, Tally
+from profiler.trace.call_records import CallRecord, Ending, Opening, Tally
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
@@ -101,7 +101,7 @@ def assemble(
     paths = [first.executions[execution].path for execution in run]
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = _waiting_bytes(module, operators, found)
-    calls = tuple(map(_without_waiting, found, waiting))
+    calls = tuple(map(_without_waiting, found, waiting, [0, *waiting]))
     blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting, let_go)
     named = dict(module.named_parameters())
     return ModelGraph(
@@ -215,6 +215,7 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         return _instant(values, tallies, sizes) or saved
 
     return CallMemory(
+        **_opening([record.opening for record in records if record.opening], sizes),
         saved_bytes=saved,
         held_bytes=held_bytes,
         forward_start_bytes=_instant([tally.events[0] if tally.events else None for tally in forward], forward, sizes)
@@ -237,6 +238,18 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         backward_end_bytes=_instant([record.ended for record in records], backward, sizes) or Affine(),
         module_backward_end_bytes=_instant([record.module_ended for record in records], backward, sizes) or Affine(),
     )
+
+
+def _opening(found: Sequence[Opening], sizes: Sizes) -> dict[str, Affine]:
+    """Return the activations of what a block runs before its first call."""
+    if len(found) < len(sizes):
+        return {}
+    always, backward = [slice(None)] * len(found), [one.backward for one in found]
+    return {
+        "opening_forward_peak_bytes": _peak([one.forward for one in found], always, sizes),
+        "opening_backward_peak_bytes": _peak(backward, always, sizes),
+        "opening_backward_end_bytes": _instant([one.ended for one in found], backward, sizes) or Affine(),
+    }
 
 
 def _left_out(values: Sequence[int], sizes: Sizes) -> Affine:
@@ -354,27 +367,28 @@ def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequ
     return waiting
 
 
-def _without_waiting(call: Call, waiting_bytes: int) -> Call:
-    """Return the call with gradients that wait in autograd left out of its backward's peak.
+def _without_waiting(call: Call, waiting_bytes: int, waiting_before: int) -> Call:
+    """Return the call with gradients that wait in autograd left out of its backward's peak, of what its block runs
+    before it those that wait in the call before.
 
     They belong to the operator that they are for, like its unsharded parameters: the planner adds them.
     """
     if not waiting_bytes or call.backward_peak_bytes == call.saved_bytes:
         return call
-    apart = call.apart and replace(call.apart, **_lower_all(call.apart, waiting_bytes))
-    return replace(call, **_lower_all(call, waiting_bytes), apart=apart)
+    waiting = waiting_bytes, min(waiting_bytes, waiting_before)
+    apart = call.apart and replace(call.apart, **_lower_all(call.apart, *waiting))
+    return replace(call, **_lower_all(call, *waiting), apart=apart)
 
 
-def _lower_all(memories: CallMemories, waiting_bytes: int) -> dict[str, Any]:
+def _lower_all(memories: CallMemories, *waiting: int) -> dict[str, Any]:
     recomputed, selective = (
-        memory and replace(memory, **_lower(memory, waiting_bytes))
-        for memory in (memories.recomputed, memories.selective)
+        memory and replace(memory, **_lower(memory, *waiting)) for memory in (memories.recomputed, memories.selective)
     )
-    return {**_lower(memories, waiting_bytes), "recomputed": recomputed, "selective": selective}
+    return {**_lower(memories, *waiting), "recomputed": recomputed, "selective": selective}
 
 
-def _lower(memory: CallMemory, waiting_bytes: int) -> dict[str, Any]:
-    return {name: _less(getattr(memory, name), waiting_bytes) for name in _BACKWARD_BYTES}
+def _lower(memory: CallMemory, *waiting: int) -> dict[str, Any]:
+    return {name: _less(getattr(memory, name), waiting[name.startswith("opening")]) for name in _BACKWARD_BYTES}
 
 
 @lru_cache(maxsize=1024)  # alike calls have the same lines

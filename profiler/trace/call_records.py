@@ -31,6 +31,11 @@ class Tally:
         """The sum of all that is measured."""
         return self.flops + self.matmul_bytes + self.other_bytes + sum(self.events)
 
+    def add(self, live_bytes: int, waste: int) -> None:
+        """Add an event."""
+        self.events.append(live_bytes)
+        self.waste = max(self.waste, waste)
+
     def rebase(self, before: Charge, *, in_forward: bool = False) -> None:
         """Take what is charged to earlier calls off live bytes."""
         charged = before.bytes - (before.held if in_forward else 0)
@@ -50,6 +55,27 @@ class Ending:
     """How many events of the backward came before it reached what is inside."""
     arrived: int | None = None
     """Bytes as of an event when it did, None if it did not."""
+
+
+@dataclass(slots=True)
+class Opening:
+    """What a block runs before its first call, in which it is a part of the call before: bytes are less what is charged
+    to calls before the block's first.
+    """
+
+    begins: int = 0
+    """Number of the next autograd node when the block began."""
+    forward: Tally = field(default_factory=Tally)
+    backward: Tally = field(default_factory=Tally)
+    """Without gradients of parameters."""
+    ended: int | None = None
+    """Bytes as of an event when its backward was over, None if there was none."""
+
+    def rebase(self, before: Charge) -> None:
+        """Take what is charged to earlier calls off live bytes."""
+        self.forward.rebase(before, in_forward=True)
+        self.backward.rebase(before)
+        self.ended = None if self.ended is None else self.ended - before.bytes
 
 
 @dataclass(slots=True)
@@ -76,6 +102,8 @@ class CallRecord:
     """Of the operator's module, or else of the block."""
     block_end: Ending = field(default_factory=Ending)
     """Of the block, or, of any but its last call, of the module."""
+    opening: Opening | None = None
+    """Of the block, if this is its first call and another comes before."""
     ended: int | None = None
     """Bytes as of an event when the backward was over, None if there was none."""
     module_ended: int | None = None

@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from profiler.handed_containers import HandedContainers
+from profiler.trace.autograd_order import next_number
 from profiler.trace.elementwise import Layout
 
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -77,6 +78,8 @@ class Shape:
 class Handover:
     """What one run of a block was handed, and handed on."""
 
+    begins: int = field(default_factory=next_number)
+    """Number of the next autograd node as the block begins."""
     leaves: list[Any] = field(default_factory=list)
     """Arguments, as the block gets them; only while it runs."""
     containers: HandedContainers | None = None
@@ -87,11 +90,16 @@ class Handover:
     outputs: Shape | None = None
     """None for what no stand-in can hand on."""
     gradients: tuple[Layout | None, ...] = ()
-    """Of what needs them; None for those that get none."""
+    """Of what needs them; None for those that get none, as the block does not use them."""
     are_dense: bool = True
     """Whether the gradients have storages of their own size."""
     is_shared: bool = False
     """Whether something that needs a gradient is used by others than the block too."""
+
+    @property
+    def makes_a_difference(self) -> bool:
+        """Whether gradients that leave the block together are others than those that leave it one by one."""
+        return self.is_shared or None in self.gradients
 
     def hand(self, args: Any, kwargs: Any, bounded: Handover | None = None) -> tuple[Any, Any]:
         """Return the arguments of the block as it gets them.
@@ -106,6 +114,8 @@ class Handover:
             self.trained, self.gradients, self.are_dense = (*trained.values(),), bounded.gradients, bounded.are_dense
         elif trained and torch.is_grad_enabled():
             handed = _Boundary.apply(self, *trained.values())  # type: ignore[no-untyped-call]
+            self.begins = next_number()
+            handed = _Filled.apply(self, *handed)  # type: ignore[no-untyped-call]
             replaced = dict(zip(trained, handed, strict=True))
             leaves = [replaced.get(id(leaf), leaf) for leaf in leaves]
             self.trained = handed
@@ -187,18 +197,35 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handover: Handover, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
         ctx.handover = handover
         return tuple(tensor.detach() for tensor in tensors)  # no views, so that the block may change them in place
 
     @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *gradients)
+
+
+class _Filled(torch.autograd.Function):
+    """Makes, as FSDP2 does, gradients of zeros for inputs that the block does not use, and notes which it has made."""
+
+    @staticmethod
+    def forward(ctx: Any, handover: Handover, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.noted, ctx.layouts = handover, [(one.shape, one.dtype, one.device) for one in tensors]
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         layouts = [None if one is None else dense_layout(one) for one in gradients]
-        ctx.handover.are_dense = all(
+        ctx.noted.are_dense = all(
             layout is not None or one is None for layout, one in zip(layouts, gradients, strict=True)
         )
-        ctx.handover.gradients = tuple(layouts)
-        return (None, *gradients)
+        ctx.noted.gradients = tuple(layouts)
+        filled = (
+            torch.zeros(shape, dtype=dtype, device=device) if one is None else one
+            for one, (shape, dtype, device) in zip(gradients, ctx.layouts, strict=True)
+        )
+        return (None, *filled)
 
 
 def note_shared(loss: Tensor) -> None:

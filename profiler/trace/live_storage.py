@@ -43,6 +43,7 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
         "is_product",
         "is_read",
         "kept_by",
+        "kept_in",
         "key",
         "producer",
         "savers",
@@ -61,6 +62,8 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     producer: int
     kept_by: int
     """The call whose block keeps it, recomputed selectively, or NOBODY."""
+    kept_in: int | None
+    """The execution of that block."""
     handed: bool
     is_product: bool
     """Whether it is as an op left it whose output selective recomputation keeps."""

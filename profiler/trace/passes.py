@@ -76,7 +76,7 @@ def run_sizes(
             passes[SINGLE] = runner.run(SINGLE)
     recomputed, failures = _run_recomputed(runner, passes) if runner.blocks and trains(module) else ({}, {})
     apart = dict[Recompute, dict[int, Pass]]()
-    if any(execution.handover.is_shared for execution in passes[first].executions):
+    if any(execution.handover.makes_a_difference for execution in passes[first].executions):
         with suppress(ModelError):  # all or none, as they are compared
             apart = _run_apart(runner, {Recompute.NOTHING: passes, **recomputed})
     let_go = _let_go(runner, first, passes[first]) if Recompute.EVERYTHING in recomputed else ()

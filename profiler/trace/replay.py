@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.trace.call_records import CallRecord, Ending, Execution, Tally
+from profiler.trace.call_records import CallRecord, Ending, Execution, Opening, Tally
 from profiler.trace.handover import Replayed, StandIns, UnlikeError
 from profiler.trace.likeness import python_state, structures
 from profiler.trace.live_storage import Charge
@@ -162,7 +162,12 @@ def _measured(call: CallRecord) -> tuple[Any, ...]:
     """Return what was measured of a call."""
     charges = call.saved, call.recomputed, call.kept, call.retaken, call.shared, call.sharers
     instants = *_instants(call.module_end), *_instants(call.block_end), call.ended, call.module_ended
-    return _tallied(call.forward), _tallied(call.backward), charges, instants, call.output, call.reads_parameters
+    tallies = _tallied(call.forward), _tallied(call.backward), _opened(call.opening)
+    return *tallies, charges, instants, call.output, call.reads_parameters
+
+
+def _opened(opening: Opening | None) -> tuple[Any, ...]:
+    return () if opening is None else (_tallied(opening.forward), _tallied(opening.backward), opening.ended)
 
 
 def _instants(end: Ending) -> tuple[int | None, ...]:
