@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-_PLAIN = (Tensor, type(None), bool, int, float, str)
-"""What modules are mostly handed."""
+_PLAIN = frozenset({Tensor, type(None), bool, int, float, str})
+"""Classes of what modules are mostly handed."""
 
 
 class HandedContainers:
@@ -39,7 +39,12 @@ class HandedContainers:
         """The arguments as the module gets them: of `given` the containers, of `hooked` what is in them."""
 
     def _hand(self, given: Any, hooked: Any) -> Any:
-        handed = given if id(given) in self._containers else self._filled(given, hooked)
+        if type(given) in _PLAIN:
+            handed = hooked
+            if given is not hooked:
+                self._given_for[id(hooked)] = given
+        else:
+            handed = given if id(given) in self._containers else self._filled(given, hooked)
         self._known[id(handed)] = handed
         return handed
 
@@ -131,7 +136,7 @@ class _HandedModule:
         self.handles.append(self._module.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_plain = all(isinstance(value, _PLAIN) for value in (*args, *kwargs.values()))
+        is_plain = _PLAIN.issuperset(map(type, (*args, *kwargs.values())))
         self._runs.append(None if is_plain else _Run((args, {**kwargs})))
 
     def _hand(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -155,7 +155,7 @@ def make_unit(
     late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
     late = late and runs_back(graph, operators)
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
-    often = runs_often(graph, operators[0])
+    often = not own and runs_often(graph, operators[0])
     is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
     return StagedUnit(
         operators=operators,
@@ -169,8 +169,8 @@ def make_unit(
         rests=rests,
         ends=ends,
         reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
-        is_left_unsharded=not own and often and operators[0] in frame.stage.left_unsharded,
-        leaves_unsharded=not own and often and late and not rests,
+        is_left_unsharded=often and operators[0] in frame.stage.left_unsharded,
+        leaves_unsharded=often and late and not rests,
         own=own or often,
         kept=unit.unsharded if strategy.keeps_unsharded or reopens is not None else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,

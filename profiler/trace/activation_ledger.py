@@ -312,8 +312,9 @@ class Ledger:
     def arrive(self, number: int) -> None:
         """Note where an autograd node whose backward runs now was made, if in the current call's forward."""
         after = self.calls[self.index + 1 :][:1]
-        opening = after[0].opening if after and self.call_of(number) == self.index else None
-        self._open_back(opening if opening and number >= opening.begins else None)
+        opening = after[0].opening if after else None
+        is_in = opening is not None and number >= opening.begins and self.call_of(number) == self.index
+        self._open_back(opening if is_in else None)
         for end in (self.call.module_end, self.call.block_end):
             if end.number is not None and number >= end.number and self.call_of(number) == self.index:
                 end.reached = len(self.call.backward.events) + 1  # with the event that its op will be
