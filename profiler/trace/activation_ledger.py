@@ -342,9 +342,13 @@ class Ledger:
             self._released.clear()
         elif not self.in_backward:
             self._tail.append((self._marks, self._bytes))
-        self.tally.add(self._bytes, self._waste)
+        tallies = [self.tally]
         if self._opening is not None and not self.is_running_again:
-            (self._opening.backward if self.in_backward else self._opening.forward).add(self._bytes, self._waste)
+            tallies.append(self._opening.backward if self.in_backward else self._opening.forward)
+        for tally in tallies:
+            tally.events.append(self._bytes)
+            if self._waste > tally.waste:
+                tally.waste = self._waste
 
     # --- storages ---------------------------------------------------------------------------------
 

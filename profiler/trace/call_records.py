@@ -31,11 +31,6 @@ class Tally:
         """The sum of all that is measured."""
         return self.flops + self.matmul_bytes + self.other_bytes + sum(self.events)
 
-    def add(self, live_bytes: int, waste: int) -> None:
-        """Add an event."""
-        self.events.append(live_bytes)
-        self.waste = max(self.waste, waste)
-
     def rebase(self, before: Charge, *, in_forward: bool = False) -> None:
         """Take what is charged to earlier calls off live bytes."""
         charged = before.bytes - (before.held if in_forward else 0)
