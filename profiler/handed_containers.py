@@ -40,9 +40,9 @@ class HandedContainers:
 
     def _hand(self, given: Any, hooked: Any) -> Any:
         if type(given) in _PLAIN:
-            handed = hooked
-            if given is not hooked:
-                self._given_for[id(hooked)] = given
+            handed = given
+            if isinstance(given, Tensor) and given is not hooked:
+                self._given_for[id(hooked)], handed = given, hooked
         else:
             handed = given if id(given) in self._containers else self._filled(given, hooked)
         self._known[id(handed)] = handed
@@ -57,9 +57,11 @@ class HandedContainers:
             return hooked
         if isinstance(given, tuple):
             parts = [self._hand(before[key], after[key]) for key in before]
-            if all(one is other for one, other in zip(parts, hooked, strict=True)):
-                return hooked
-            return type(hooked)(*parts) if hasattr(hooked, "_fields") else tuple(parts)
+            if all(one is other for one, other in zip(parts, given, strict=True)):
+                return given
+            made = type(hooked)(*parts) if hasattr(hooked, "_fields") else tuple(parts)
+            self._given_for[id(made)] = given
+            return made
         self._containers[id(given)] = given
         for key, value in before.items():
             _put(given, key, value, self._hand(value, after[key]))

@@ -8,17 +8,13 @@ since the code around may read what the block does to them; each later one gets 
 the same, held until the block's backward.
 """
 
-import copy
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from copy import copy as shallow_copy
 from dataclasses import is_dataclass
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
 Forward = Callable[..., Any]
-
-_CONTAINERS = frozenset({list, dict, tuple, OrderedDict, defaultdict, deque})
 
 
 def handed_alike(
@@ -34,16 +30,32 @@ def handed_alike(
     return run, *copied((args, kwargs))
 
 
-def copied(value: Any) -> Any:
-    """Return a value with containers in place of the containers that it is made of, and what is in them as it is."""
-    return tree_map(_copied_object, value, is_leaf=lambda part: type(part) not in _CONTAINERS)
+def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """Return a value with copies of the containers that it is made of, and what else is in them as it is.
 
-
-def _copied_object(leaf: Any) -> Any:
-    """Return a copy of a dataclass, of which containers are copied too, and anything else as it is."""
-    if isinstance(leaf, (type, dict)) or not is_dataclass(leaf) or not hasattr(leaf, "__dict__"):
-        return leaf
-    made: Any = copy.copy(leaf)
-    for name, value in vars(leaf).items():
-        object.__setattr__(made, name, copied(value))
-    return made
+    What is there at several places is one copy; `made` has those by identity.
+    """
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, tuple):
+        parts = [copied(part, made) for part in value]
+        if all(part is old for part, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, (list, deque)):
+        items: Iterable[tuple[Any, Any]] = enumerate(value)
+    elif isinstance(value, dict):
+        items = [*value.items()]
+    elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        items = [*vars(value).items()]
+    else:
+        return value
+    made[id(value)] = copy = shallow_copy(value)
+    for key, item in items:
+        if (own := copied(item, made)) is not item:
+            if isinstance(value, (list, deque, dict)):
+                copy[key] = own
+            else:
+                object.__setattr__(copy, key, own)
+    return copy

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from planner.cost.stage_costs import StageFrame, UnitCosts
 from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
+from planner.model.stages import runs_back
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import is_plain
 from profiler.model_graph import ModelGraph
@@ -113,17 +114,6 @@ def runs_often(graph: ModelGraph, operator: int) -> bool:
     (module, *others) = [path for path in one.modules if path not in graph.uncalled] or [""]
     inside = (path.startswith(f"{module}.") or not module for each in graph.operators for path in each.modules)
     return not others and "Embedding" not in one.kind and not any(inside)
-
-
-def runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
-    """Return whether operators that are handed nothing with a gradient have a backward: they, or some inside, train."""
-    paths = tuple(f"{path}." for operator in operators for path in graph.operators[operator].modules)
-    return any(
-        parameter.trainable
-        for index, one in enumerate(graph.operators)
-        if index in operators or any(path.startswith(paths) for path in one.modules)
-        for parameter in one.parameters
-    )
 
 
 def reopening_call(frame: StageFrame, operator: int) -> int | None:

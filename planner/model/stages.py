@@ -172,6 +172,17 @@ def _takes(graph: ModelGraph) -> dict[int, tuple[int, ...]]:
     return {block: tuple(one for one, blocks in sharers.items() if block in blocks) for block in takers}
 
 
+def runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
+    """Return whether operators that are handed nothing with a gradient have a backward: they, or some inside, train."""
+    paths = tuple(f"{path}." for operator in operators for path in graph.operators[operator].modules)
+    return any(
+        parameter.trainable
+        for index, one in enumerate(graph.operators)
+        if index in operators or any(path.startswith(paths) for path in one.modules)
+        for parameter in one.parameters
+    )
+
+
 def _is_nested(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
     paths = [path for operator in operators for path in graph.operators[operator].modules]
     around = tuple(f"{path}." for path in paths)
@@ -195,7 +206,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         waits = tuple(o for o in sorted(spanning) if last_read[o] >= stop)
         later = {call.operator: call.late for call in reversed(graph.calls[stop:]) if call.operator in spanning}
-        left_unsharded = tuple(o for o in sorted(spanning) if later.get(o))
+        left_unsharded = tuple(o for o in sorted(spanning) if later.get(o) and runs_back(graph, (o,)))
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())

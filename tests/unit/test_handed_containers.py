@@ -10,7 +10,7 @@ import pytest
 import torch
 from lists import Changes, Lists
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import register_pytree_node, tree_leaves
 from toys import graph_of
 
 from profiler.handed_containers import ContainersHanded
@@ -156,3 +156,35 @@ def test_traces_see_changes(precision: str) -> None:
     assert len(graph_of(Expecting(kind="adds"), precision).blocks) == 3
     for draw in range(5):
         assert len(graph_of(Changes(draw), precision).blocks) == 4
+
+
+class Counting:
+    """A node of pytrees that is made again without its counter."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.count, self.cache = x, 0, None
+
+
+register_pytree_node(Counting, lambda node: ([node.x], None), lambda leaves, _: Counting(*leaves))
+
+
+def test_what_is_no_tensor_stays_in_every_container() -> None:
+    node: Any = Counting(torch.ones(2))
+    node.count, node.cache = 5, "filled"
+    beside = {"mask": None, "step": 0, "x": node.x}
+    seen: list[Any] = []
+    noting(lambda _, first, second: seen.append((first.count, first.cache, second["step"])))(node, beside)
+    assert seen == [(5, "filled", 0)]
+    assert (node.count, node.cache, beside["mask"], beside["step"]) == (5, "filled", None, 0)
+    assert beside["x"] is node.x
+    assert node.x.dtype == torch.float32
+
+
+def test_tuples_in_lists_are_given_back() -> None:
+    x = torch.ones(2)
+    pairs = [(x, 1), ([x], 2)]
+    before = [*pairs]
+    noting()(pairs)
+    assert all(one is other for one, other in zip(pairs, before, strict=True))
+    assert pairs[0][0] is x
+    assert pairs[1][0][0] is x  # type: ignore[index]

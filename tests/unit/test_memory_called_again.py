@@ -74,3 +74,32 @@ def test_it_stays_unsharded(again: str, strategy: str, recomputed: tuple[str, ..
         plan = plan_of(graph, machine, choices, recomputed, micro_batch=4, accumulation=accumulation)
         found = compare(plan, source, graph, machine)
         assert -0.002 <= found.error <= (0.2 if strategy == "owner" else 0.07)
+
+
+class Judged(nn.Module):
+    """Compares features, by a frozen network, of what it makes and of a target: the second time without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Conditioned() for _ in range(3))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDTH))
+        self.judge.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        made = self.blocks[0](x, times)
+        features = self.judge(made)
+        for block in self.blocks[1:]:
+            made = block(made, times)
+        return (features - self.judge(x)).pow(2).mean() + made.pow(2).mean()
+
+
+@pytest.mark.parametrize("strategy", ["shard", "secondary_shard:2", "shard_grad"])
+def test_a_frozen_network_has_no_backward_of_its_second_call(strategy: str) -> None:
+    """So nothing keeps it unsharded.  (FSDP2 prefetches by that call, in vain: docs/cost-model.md.)"""
+    inputs = lambda _, batch: ((torch.randn(batch, WIDTH), torch.randn(batch, WIDE)), {})  # noqa: E731
+    source, machine = ModelSource("judged", Judged, inputs, 1), cluster(2, 2)
+    graph = trace_model(source)
+    found = compare(
+        plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=4), source, graph, machine
+    )
+    assert found.error <= 0.01

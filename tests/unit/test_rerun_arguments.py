@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from synthetic import cluster
 from torch import Tensor
 from trace_models import source
 
-from profiler.rerun_arguments import handed_alike
+from profiler.rerun_arguments import copied, handed_alike
 from profiler.trace.trace import trace_model
 
 
@@ -41,6 +42,48 @@ def test_the_first_run_gets_what_is_handed_and_others_get_it_as_it_was() -> None
         assert args == ([one], (1, [one]), {"a": deque([one])}, OrderedDict(b=[one]))
         assert kwargs == {"key": [one]}
         forward(*args, **kwargs)
+
+
+class Named(NamedTuple):
+    """A tuple with names."""
+
+    items: list[Any]
+
+
+class Titled(OrderedDict[str, Any]):
+    """A dict with something of its own, as outputs of transformers are."""
+
+    title = "of the class"
+
+
+@dataclass
+class Record:
+    """A dataclass."""
+
+    items: list[Any]
+
+
+def test_what_is_handed_twice_is_one_copy_of_its_own_kind() -> None:
+    shared = [torch.ones(1)]
+    titled = Titled(items=shared)
+    titled.title = "of its own"
+    got: list[Any] = []
+    forward, args, kwargs = handed_alike(
+        lambda *all_of: got.append(all_of), (shared, Named(shared), Record(shared)), {}
+    )
+    forward(*args, **kwargs)
+    named = copied(titled)
+    shared.append(torch.zeros(1))
+    titled["items"] = []
+    forward(*args, **kwargs)
+    first, again = got
+    assert first[0] is shared
+    own, pair, record = again
+    assert (len(own), type(pair), type(record)) == (1, Named, Record)
+    assert pair.items is own
+    assert record.items is own
+    assert own is not args[0]
+    assert (type(named), named.title, len(named["items"])) == (Titled, "of its own", 1)
 
 
 @pytest.mark.parametrize("build", [partial(Lists, 64), partial(Lists, 64, in_dict=True)])
