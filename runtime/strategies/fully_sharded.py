@@ -23,6 +23,7 @@ from runtime.torch_compat import (
     initialise,
     keep_after_forward,
     keep_repeated_inputs,
+    prefetch_for_backwards,
     reduce_all_or_none,
     reduce_when_rerun,
     reset_iteration,
@@ -100,6 +101,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     keep_repeated_inputs(first)
     reduce_when_rerun(first, modules)
     free_in_every_backward(first)
+    prefetch_for_backwards(first)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
         reshard_without(first, modules, context.uncalled(unit))

@@ -93,13 +93,13 @@ class Judged(nn.Module):
         return (features - self.judge(x)).pow(2).mean() + made.pow(2).mean()
 
 
-@pytest.mark.parametrize("strategy", ["shard", "secondary_shard:2", "shard_grad"])
+@pytest.mark.parametrize("strategy", ["shard", "group_shard:2", "shard_grad"])
 def test_a_frozen_network_has_no_backward_of_its_second_call(strategy: str) -> None:
-    """So nothing keeps it unsharded.  (FSDP2 prefetches by that call, in vain: docs/cost-model.md.)"""
+    """So nothing keeps it unsharded, and nothing is prefetched by that call: up to 4.1 % more once."""
     inputs = lambda _, batch: ((torch.randn(batch, WIDTH), torch.randn(batch, WIDE)), {})  # noqa: E731
     source, machine = ModelSource("judged", Judged, inputs, 1), cluster(2, 2)
     graph = trace_model(source)
     found = compare(
         plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=4), source, graph, machine
     )
-    assert found.error <= 0.01
+    assert -0.002 <= found.error <= 0.01
