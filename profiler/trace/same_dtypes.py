@@ -19,10 +19,10 @@ _OF_ONE_DTYPE = frozenset(
         *("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_"),
         *("index_put", "index_put_", "_index_put_impl_", "put", "put_"),
         *("grid_sampler_2d", "grid_sampler_3d", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward"),
-        "convolution",
+        *("convolution", "bmm", "baddbmm", "baddbmm_"),
     )
 )
-"""Of which torch 2.13 refuses two dtypes with data, on CPUs as on GPUs, and takes them without."""
+"""Which torch refuses with data of two dtypes, on CPUs as on GPUs, and takes without (2.13; the last three 2.11)."""
 
 
 class UnlikeDtypesError(RuntimeError):
