@@ -50,7 +50,7 @@ class HandedContainers:
 
     def _filled(self, given: Any, hooked: Any) -> Any:
         """Return a given container with what hooks have made of what it holds; what is none, as hooks made it."""
-        before, after = _items(given), _items(hooked)
+        before, after = items_of(given), items_of(hooked)
         if before is None or after is None or before.keys() != after.keys():
             if given is not hooked:
                 self._given_for[id(hooked)] = given
@@ -59,28 +59,28 @@ class HandedContainers:
             parts = [self._hand(before[key], after[key]) for key in before]
             if all(one is other for one, other in zip(parts, given, strict=True)):
                 return given
-            made = type(hooked)(*parts) if hasattr(hooked, "_fields") else tuple(parts)
+            made = tuple_like(given, parts)
             self._given_for[id(made)] = given
             return made
         self._containers[id(given)] = given
         for key, value in before.items():
-            _put(given, key, value, self._hand(value, after[key]))
+            put(given, key, value, self._hand(value, after[key]))
         return given
 
     def added(self) -> dict[int, Any]:
         """Return, by identity, what the forward has put into containers that needs gradients."""
-        held = {id(value): value for one in self._containers.values() for value in (_items(one) or {}).values()}
+        held = {id(value): value for one in self._containers.values() for value in (items_of(one) or {}).values()}
         return {key: value for key, value in held.items() if key not in self._known and _needs_gradient(value)}
 
     def give_back(self, added: dict[int, Any]) -> None:
         """Put back what hooks have replaced; `added` is what takes the place of what the forward has added."""
         places = {**added, **self._given_for}
         for container in self._containers.values():
-            for key, value in (_items(container) or {}).items():
-                _put(container, key, value, places.get(id(value), value))
+            for key, value in (items_of(container) or {}).items():
+                put(container, key, value, places.get(id(value), value))
 
 
-def _items(value: Any) -> dict[Any, Any] | None:
+def items_of(value: Any) -> dict[Any, Any] | None:
     """Return what a container holds, and where; None of what is none."""
     if isinstance(value, dict):
         return dict(value)
@@ -90,13 +90,19 @@ def _items(value: Any) -> dict[Any, Any] | None:
     return dict(vars(value)) if is_container and hasattr(value, "__dict__") else None
 
 
-def _put(container: Any, key: Any, old: Any, new: Any) -> None:
+def put(container: Any, key: Any, old: Any, new: Any) -> None:
+    """Put something in the place of what a container, but no tuple, holds there."""
     if new is old:
         return
     if isinstance(container, (dict, list, deque)):
         container[key] = new
     else:
         object.__setattr__(container, key, new)  # also where a dataclass is frozen: its caller gets it as it was
+
+
+def tuple_like(given: Any, parts: list[Any]) -> Any:
+    """Return a tuple of parts, with names if the given one has."""
+    return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
 
 
 def _needs_gradient(value: Any) -> bool:

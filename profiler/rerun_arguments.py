@@ -8,11 +8,11 @@ since the code around may read what the block does to them; each later one gets 
 the same, held until the block's backward.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy as shallow_copy
-from dataclasses import is_dataclass
 from typing import Any
+
+from profiler.handed_containers import items_of, put, tuple_like
 
 Forward = Callable[..., Any]
 
@@ -40,22 +40,10 @@ def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
         return made[id(value)]
     if isinstance(value, tuple):
         parts = [copied(part, made) for part in value]
-        if all(part is old for part, old in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, (list, deque)):
-        items: Iterable[tuple[Any, Any]] = enumerate(value)
-    elif isinstance(value, dict):
-        items = [*value.items()]
-    elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
-        items = [*vars(value).items()]
-    else:
+        return value if all(part is old for part, old in zip(parts, value, strict=True)) else tuple_like(value, parts)
+    if (items := items_of(value)) is None:
         return value
     made[id(value)] = copy = shallow_copy(value)
-    for key, item in items:
-        if (own := copied(item, made)) is not item:
-            if isinstance(value, (list, deque, dict)):
-                copy[key] = own
-            else:
-                object.__setattr__(copy, key, own)
+    for key, item in items.items():
+        put(copy, key, item, copied(item, made))
     return copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from parity import cluster_of
 from ranks import run_ranks
-from thoroughness import THOROUGH
+from thoroughness import STEPS, THOROUGH
 from torch import Tensor, nn
 from traced_once import graph_once
 
@@ -188,6 +188,18 @@ def batch_of(model: nn.Module, rank: int, step: int = 0) -> tuple[tuple[Any, ...
     torch.manual_seed(1000 * step + rank)
     made: tuple[tuple[Any, ...], dict[str, Any]] = model.example_inputs(2)  # type: ignore[operator]
     return made
+
+
+def train_on(ranks: Iterable[int], model: nn.Module, like: nn.Module) -> list[Tensor]:
+    """Train a model on the batches that one `like` it makes for some ranks; return their losses."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
+    for step in range(STEPS):
+        losses = [model(*batch_of(like, rank, step)[0]) for rank in ranks]
+        torch.stack(losses).mean().backward()
+        found += [one.detach() for one in losses]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def refusal(function: Callable[[], Any]) -> str:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 from lists import Changes
-from thoroughness import STEPS, THOROUGH
+from thoroughness import THOROUGH
 from torch import Tensor, nn
-from toys import EVERY_RANK, STRATEGIES, batch_of, graph_of, plan_of, run_everywhere, seeded
+from toys import EVERY_RANK, STRATEGIES, graph_of, plan_of, run_everywhere, seeded, train_on
 
 DRAWS = range(100 if THOROUGH else 10)
 CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-5}, "bf16": {"rtol": 2e-2, "atol": 2e-3}}
-
-
-def trained(model: nn.Module, ranks: Iterable[int]) -> list[Tensor]:
-    """Train a model on the batches of some ranks; return their losses."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
-    for step in range(STEPS):
-        losses = [model(*batch_of(Changes(0), rank, step)[0]) for rank in ranks]
-        torch.stack(losses).mean().backward()
-        found += [one.detach() for one in losses]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
 
 
 def train_changes(rank: int, draw: int, precision: str) -> None:
@@ -39,13 +26,13 @@ def train_changes(rank: int, draw: int, precision: str) -> None:
     def run(name: str, choices: dict[str, str] | None = None, **again: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
         plan = plan_of(build(), name, choices, precision=precision, graph=graph, **again)
         model = OSDP(seeded(build), plan)
-        return trained(model, (rank,)), model.full_state_dict(rank0_only=False)
+        return train_on((rank,), model, Changes(0)), model.full_state_dict(rank0_only=False)
 
     drawn, graph = Random(draw), graph_of(build(), precision)
     blocks = tuple(block.name for block in graph.blocks)
     if precision == "fp32":
         reference = seeded(build)
-        losses = trained(reference, EVERY_RANK)
+        losses = train_on(EVERY_RANK, reference, Changes(0))
         expected = losses[rank :: len(EVERY_RANK)], dict(reference.state_dict())
     else:
         expected = run("replicate")

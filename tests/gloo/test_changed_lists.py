@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from lists import Build, Lists
-from thoroughness import STEPS
-from torch import nn
-from toys import EVERY_RANK, batch_of, graph_of, plan_of, run_everywhere, seeded
-
-
-def trained(model: nn.Module, ranks: Any) -> None:
-    """Train a model on the batches of some ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        (sum(model(*batch_of(Lists(), rank, step)[0]) for rank in ranks) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+from toys import EVERY_RANK, graph_of, plan_of, run_everywhere, seeded, train_on
 
 
 def train_lists(rank: int, build: Build) -> None:
@@ -27,14 +15,14 @@ def train_lists(rank: int, build: Build) -> None:
     from osdp import OSDP
 
     reference = seeded(build)
-    trained(reference, EVERY_RANK)
+    train_on(EVERY_RANK, reference, Lists())
     graph = graph_of(build())
     blocks = tuple(block.name for block in graph.blocks)
     apart = {one.name: "owner" if "first" in one.name else "shard" for one in graph.operators}
     for name, choices in (("shard", apart), ("replicate", {})):
         for again in ({"recomputed": blocks}, {"selective": blocks}):
             model = OSDP(seeded(build), plan_of(build(), name, choices, **again, graph=graph))
-            trained(model, (rank,))
+            train_on((rank,), model, Lists())
             got = model.full_state_dict(rank0_only=False)
             torch.testing.assert_close(got, dict(reference.state_dict()), rtol=1e-4, atol=1e-5)
 
