@@ -36,7 +36,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -164,9 +164,7 @@ def _post_forward(group: Any, post_forward: Callable[..., Any], module: nn.Modul
 def _free_and_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
     if group.reduce_grads:
         shared = group.comm_ctx
-        left = (
-            shared.reduce_scatter_states if hasattr(shared, "reduce_scatter_states") else [shared.reduce_scatter_state]
-        )
+        left = getattr(shared, "reduce_scatter_states", None) or [getattr(shared, "reduce_scatter_state", None)]
         for event in [one.event for one in left if one is not None and one.event is not None]:
             group.device_handle.current_stream().wait_event(event)
         del left
@@ -186,7 +184,7 @@ def reduce_all_or_none(module: FSDPModule) -> None:
     """Let a unit that all-reduces once per step have other parameters with a gradient in every micro-batch.
 
     FSDP2 adds up what it has reduce-scattered as if all micro-batches had the same, and all-reduces it in a backward
-    that gives the unit a gradient, or else in a later step.  So the others get gradients of zeros meanwhile.
+    that gives the unit a gradient, or else in a later step.  So the others get zeros, unless theirs are yet to come.
     """
     for group in _param_groups(module):
         group.post_backward = partial(_post_backward, group, group.post_backward, set())
@@ -201,7 +199,8 @@ def _post_backward(group: Any, post_backward: Callable[..., None], given: set[An
     new = [one for one in trained if one._unsharded_param.grad is not None]
     given.update(new)
     filled: list[Any] = []
-    if waits if group.all_reduce_grads else new:
+    comes = not new and any(_is_in_backward(one._unsharded_param) for one in trained)
+    if waits and not comes if group.all_reduce_grads else new:
         filled = [one for one in trained if one._unsharded_param.grad is None]
         for one in filled:
             one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
@@ -209,6 +208,13 @@ def _post_backward(group: Any, post_backward: Callable[..., None], given: set[An
     post_backward(*unused)
     for parameter in without:
         parameter.grad = None
+
+
+def _is_in_backward(leaf: Tensor) -> bool:
+    """Return whether the backward that is running makes a gradient of a leaf."""
+    with suppress(RuntimeError):  # none is running, or one for certain inputs
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    return False
 
 
 def complete_reduction(module: FSDPModule) -> None:
@@ -223,8 +229,7 @@ def complete_reduction(module: FSDPModule) -> None:
             group.post_backward()
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
-        # What it held is ordered before what comes now.
-        _forget_reductions(group.comm_ctx)
+        _forget_reductions(group.comm_ctx)  # what it held is ordered before what comes now
 
 
 def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:

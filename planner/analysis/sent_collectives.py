@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.analysis.explain import OpenPlan
 from planner.collectives import Operation, algorithm_of, collective_s
 from planner.cost.ddp import buckets
-from planner.model.fsdp_units import join
+from planner.model.fsdp_units import join, stage_units, unit_parameters
 from planner.pricing import runs_by_ddp
 from planner.strategies.unit_collectives import unit_collectives
 
@@ -35,19 +35,20 @@ def sent_collectives(view: OpenPlan) -> list[Sent]:
     if runs_by_ddp(view.plan, graph, cluster):
         found.update(("all_reduce", cluster.world_size, 1, bucket.size_bytes) for bucket in buckets(graph))
     else:
-        stages = [
-            (stage.operators, choice.strategies)
+        units = [
+            unit
             for stage, choice in zip(model.stages, view.decided.choices, strict=True)
+            for unit in stage_units(model, stage, ((one,) for one in choice.strategies))
         ]
-        stages += [((one,), (own,)) for one, own in zip(model.spanning, view.decided.spanning, strict=True)]
-        for operators, strategies in stages:
-            for unit in join(graph, operators, ((one,) for one in strategies), model.slices):
-                parameters = [p for operator in unit.operators for p in graph.operators[operator].parameters]
-                sent = unit_collectives(parameters, unit.strategy, view.load.precision, cluster, trains=graph.trains)
-                found.update((one.operation, one.ranks, one.stride, one.size_bytes) for one in sent if not one.shared)
-                for one, count in Counter(one for one in sent if one.shared).items():
-                    kind = unit.strategy.name, one.operation, one.ranks, one.stride
-                    shared[kind] = shared.get(kind, (0, 0))[0] + one.size_bytes, count
+        for operator, strategy in zip(model.spanning, view.decided.spanning, strict=True):
+            units += join(graph, (operator,), ((strategy,),))
+        for unit in units:
+            parameters = unit_parameters(unit, graph)
+            sent = unit_collectives(parameters, unit.strategy, view.load.precision, cluster, trains=graph.trains)
+            found.update((one.operation, one.ranks, one.stride, one.size_bytes) for one in sent if not one.shared)
+            for one, count in Counter(one for one in sent if one.shared).items():
+                kind = unit.strategy.name, one.operation, one.ranks, one.stride
+                shared[kind] = shared.get(kind, (0, 0))[0] + one.size_bytes, count
     for (_, operation, ranks, stride), (size, count) in shared.items():
         found[operation, ranks, stride, size] += count
     alike: dict[tuple[Operation, int, int, str], list[tuple[int, int]]] = {}

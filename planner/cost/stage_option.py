@@ -20,7 +20,7 @@ from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
 from planner.cost.stage_memory import Moment, Notes, StageMemoryWalk, highest_moments
 from planner.cost.staged_unit import StagedUnit, make_unit, runs_often
 from planner.cost.unit_memory import two_largest
-from planner.model.fsdp_units import join
+from planner.model.fsdp_units import stage_units
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
 from profiler.model_graph import Recompute
@@ -366,7 +366,7 @@ class StageUnits:
         another rank, if their strategy is `owner`.
         """
         frame, stage = parts.frame, parts.frame.stage
-        found = join(frame.model.graph, stage.operators, ((s,) for s in strategies), frame.model.slices)
+        found = stage_units(frame.model, stage, ((s,) for s in strategies))
         self.frame, self.strategies = frame, strategies
         self.own = [parts.unit(u.operators, u.strategy, True, u.operators[0] in elsewhere) for u in found]
         self.here = [parts.unit((o,), spanning[o], False, o in elsewhere) for o in stage.spanning]

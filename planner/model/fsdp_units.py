@@ -1,6 +1,7 @@
 """How operators form units: what is wrapped, gathered and reduced together.
 
     consecutive operators of a stage with equal strategy     one unit of each kind (see `_Kind`)
+    of those, what would stay gathered after a stage         a unit for each operator (see `_stays_gathered`)
     an operator that one rank holds whole (`owner`)          a unit of its own: it has one owner
     a split operator                                         one unit per slice
     a spanning operator, an operator that is never called    a unit of its own
@@ -12,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from planner.model.stages import StagedModel
+from planner.model.stages import Stage, StagedModel
 from planner.strategies.owner_assignment import assign_owners
 from planner.strategies.spec import Strategy
 from profiler.errors import OsdpError
@@ -86,6 +87,30 @@ def join(
     return tuple(Unit(tuple(members), strategy, part) for members, strategy, part in units)
 
 
+def stage_units(model: StagedModel, stage: Stage, choices: Iterable[tuple[Strategy, ...]]) -> tuple[Unit, ...]:
+    """Return the units of a stage's own operators, given the strategies of each one's slices."""
+    units = join(model.graph, stage.operators, choices, model.slices)
+    if len(units) == 1 and units[0].slice is None and stage.block is not None:
+        return (replace(units[0], whole_block=stage.block),)
+    apart = list[Unit]()
+    for unit in units:
+        splits = len(unit.operators) > 1 and _stays_gathered(unit.operators, stage)
+        apart += [replace(unit, operators=(one,)) for one in unit.operators] if splits else [unit]
+    return tuple(apart)
+
+
+def _stays_gathered(operators: Collection[int], stage: Stage) -> bool:
+    """Return whether modules that are wrapped together would stay gathered to the end of the model's forward.
+
+    FSDP2 shards them when all of them have run.  What runs of them after that it shards when the forward is over.
+    """
+    to_run = set[int]()
+    for call in stage.calls:
+        if call.operator in operators:
+            to_run = (to_run or set(operators)) - {call.operator}
+    return bool(to_run)
+
+
 def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) -> tuple[Unit, ...]:
     """Return all units of a model in order of first call, those that are never called at the end.
 
@@ -98,9 +123,7 @@ def units_of(model: StagedModel, choices: Mapping[int, tuple[Strategy, ...]]) ->
         check_dtypes(graph.operators[operator], slices)
     units: list[Unit] = []
     for stage in model.stages:
-        own = join(graph, stage.operators, (choices[operator] for operator in stage.operators), model.slices)
-        if len(own) == 1 and own[0].slice is None and stage.block is not None:
-            own = (replace(own[0], whole_block=stage.block),)
+        own = stage_units(model, stage, (choices[operator] for operator in stage.operators))
         first = {call.operator: position for position, call in reversed(list(enumerate(stage.calls)))}
         own += join(graph, stage.opens, (choices[operator] for operator in stage.opens), frozenset(stage.opens))
         units += sorted(own, key=lambda unit: first[unit.operators[0]])
