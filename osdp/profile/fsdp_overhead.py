@@ -32,6 +32,7 @@ from profiler.alias_outputs import return_no_views, wrappable
 from profiler.cluster.cluster import Launch
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import CollectiveTimes
+from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import COMPUTE_DTYPE, cast_inputs
 from profiler.timing.device_rates import elapsed_s
 from profiler.timing.host_launches import mean_s
@@ -41,6 +42,7 @@ from runtime.meshes import Meshes
 from runtime.odc.one_sided_unit import OneSidedUnit
 from runtime.odc.step_protocol import Exchange, Sharing
 from runtime.optimizers import OPTIMIZERS
+from runtime.strategies.fully_sharded import support_repeated_calls
 
 UNITS = 8
 ROWS = {"cpu": 256, "cuda": 2048}
@@ -153,7 +155,7 @@ class LaunchedStacks:
     """Stacks of units with hardly anything to compute, by which the host is timed.
 
     Units are layers of GPT-2, or their feed-forward networks, which have fewer tensors; each plain, and sharded, and
-    both as a plan runs them: cast for the precision, and without views.
+    both as a plan runs them: cast for the precision, without views, and with what the runtime adds to FSDP2.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, precision: str) -> None:
@@ -234,14 +236,17 @@ class _Stack:
         self.module = nn.Sequential(*(unit() for _ in range(UNITS))).to(device)
         self.exchange: Exchange | None = None
         dtype = COMPUTE_DTYPE[precision]
+        containers = ContainersHanded(wrappable(self.module))
         return_no_views(wrappable(self.module))
         if mesh is None and dtype is not None:
             self.module.to(dtype)
         if mesh is not None:
             policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
-            for module in (*self.module, self.module):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
+            for module in self.module:
+                support_repeated_calls(fully_shard(module, mesh=mesh, mp_policy=policy), [module])
+            fully_shard(self.module, mesh=mesh, mp_policy=policy)
         cast_inputs(self.module, precision)
+        containers.surround()
         if mesh is not None and windows is not None:
             units = [OneSidedUnit(str(n), cast(FSDPModule, unit), None) for n, unit in enumerate(self.module)]
             self.exchange = Exchange({Sharing(mesh.size()): units}, windows, 1)

@@ -98,14 +98,19 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
         raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
     first = modules[0]
     assert isinstance(first, FSDPModule)
-    keep_repeated_inputs(first)
-    reduce_when_rerun(first, modules)
-    free_in_every_backward(first)
-    prefetch_for_backwards(first)
+    support_repeated_calls(first, modules)
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
         reshard_without(first, modules, context.uncalled(unit))
     return FullyShardedUnit(unit, first, modules)
+
+
+def support_repeated_calls(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Let a unit's modules run several times in a step, and take one input twice, as they do without FSDP2."""
+    keep_repeated_inputs(first)
+    reduce_when_rerun(first, modules)
+    free_in_every_backward(first)
+    prefetch_for_backwards(first)
 
 
 def uses_ring(unit: ScheduledUnit) -> list[bool]:

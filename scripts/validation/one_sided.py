@@ -77,7 +77,7 @@ def processes(place: Place) -> Finding:
     if place.is_dry:
         return run_tests(place, ["gloo/test_odc_device_windows.py"], "not streams", 300.0)
     tests, keyword = ["gpu/test_odc_gpu.py"], "(windows or bits or lost) and not streams and not memory"
-    found = [run_tests(place, tests, keyword, 200.0, how) for how in ({}, EXPANDABLE)]
+    found = [run_tests(place, tests, keyword, 150.0, how) for how in ({}, EXPANDABLE)]
     told = [f"{name}: {one.told}" for name, one in zip(("as is", "expandable segments"), found, strict=True)]
     passed = None if found[0].passed is None else all(one.passed for one in found)
     return Finding(passed, "; ".join(told), {"as_is": found[0].figures, "expandable_segments": found[1].figures})

@@ -150,6 +150,7 @@ def run_tests(
 ) -> Finding:
     """Run the tests of files of `tests/` whose names have a keyword (an expression of pytest's `-k`)."""
     report = place.scratch / "junit.xml"
+    report.unlink(missing_ok=True)  # of tests before these
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command += [*(f"tests/{file}" for file in files), *(["-k", keyword] if keyword else [])]
     status, output = command_output(command, timeout_s, environment)
@@ -169,6 +170,8 @@ def run_tests(
         return skipped(reason.get("message", "") if reason is not None else "all tests were skipped")
     passed = status == 0 and ran > left_out
     told = f"{ran - failed - left_out} of {ran - left_out} tests passed" if ran else "no test has such a name"
+    if status not in (0, 1):  # it ended by itself
+        told = f"pytest ended with {status}; {told}"
     if not passed:
         told = _with(told, "\n".join(output.strip().splitlines()[-TAIL_LINES:]))
     return Finding(passed, told, figures)

@@ -77,9 +77,13 @@ def of_eight(place: Place) -> Finding:
         if not place.is_dry:
             start_over(allocatable_bytes(machine, limit_bytes))
         view = open_plan(planned.plan, planned.graph, measured)
-        with one_rank(script_of(view, source), schedule, device) as step:
-            step_s = median_step_s(step, device, 2 if place.is_dry else STEPS)
-            found_retries = 0 if place.is_dry else retries_of(step)
+        try:
+            with one_rank(script_of(view, source), schedule, device) as step:
+                step_s = median_step_s(step, device, 2 if place.is_dry else STEPS)
+                found_retries = 0 if place.is_dry else retries_of(step)
+        except torch.OutOfMemoryError as error:  # of the other plan there are figures yet
+            complaints.append(f"{name}: {str(error).partition(chr(10))[0]}")
+            continue
         expected_s, terms = view.step_with_host_ahead_s + counted_retries_s(planned), view.prediction.time_by_term
         figures[name] = {"step_s": step_s, "predicted_s": expected_s, "retries": found_retries, **terms}
         figures[name] |= {"recomputed_blocks": len(view.plan.recomputations), "micro_batch": view.plan.micro_batch}

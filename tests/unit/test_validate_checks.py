@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-from validation import allocator, memory  # noqa: E402
+from validation import allocator, memory, within_a_limit  # noqa: E402
 from validation.bounds import judged, outside  # noqa: E402
 from validation.check import Finding, Place, skipped  # noqa: E402
 from validation.profile_and_step import said_of  # noqa: E402
@@ -21,9 +22,12 @@ from validation.several_gpus import judged_pulls, throughputs  # noqa: E402
 from validation.steps import covered  # noqa: E402
 from validation.within_a_limit import found_in  # noqa: E402
 
+from osdp.zoo import load_cluster  # noqa: E402
 from planner.strategies.registry import known_strategies  # noqa: E402
 from planner.strategies.spec import SPECS  # noqa: E402
 from profiler.byte_sizes import MIB  # noqa: E402
+from profiler.cluster.cluster import Launch  # noqa: E402
+from profiler.cluster.figure import Figure  # noqa: E402
 from profiler.model_graph import Recompute  # noqa: E402
 
 DRY = Place("cpu", False, Path("unused"))
@@ -158,6 +162,26 @@ def test_an_allocator_that_refuses_too_early_fails(monkeypatch: pytest.MonkeyPat
 
 
 # --- steps
+
+
+def test_a_plan_out_of_memory_leaves_the_figures_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_s = iter([None, 1.0])
+
+    def timed(*_: Any) -> float:
+        if (step_s := next(steps_s)) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+        return step_s
+
+    measured = replace(
+        load_cluster("h100-8"), launch=Launch(*[Figure(1e-6, "assumed: of a test")] * len(fields(Launch)))
+    )
+    monkeypatch.setattr(within_a_limit, "median_step_s", timed)
+    monkeypatch.setattr(within_a_limit, "of_this_device", lambda *_: measured)
+    found = within_a_limit.of_eight(DRY)
+    assert found.passed is False
+    assert "by default: CUDA out of memory" in found.told
+    assert "and more" not in found.told
+    assert found.figures["with the least headroom"]["step_s"] == 1.0
 
 
 def test_training_that_is_as_it_should_be_passes() -> None:
