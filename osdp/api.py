@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from osdp.description import Described, factory_of
 from osdp.models.user_factory import Model
 from osdp.planning.rank_grid import DeviceInfo
 from osdp.prepare import prepare
-from osdp.wrapped_once import WrappedOnce, check_unwrapped
+from osdp.wrapped_once import WRITTEN, WrappedOnce, check_unwrapped
 from planner.plan import Plan
 from profiler.errors import OsdpError
 from runtime.apply_schedule import apply_schedule, default_device
@@ -44,6 +44,9 @@ class OSDP(WrappedOnce):
     Attributes: `module`, the model given, sharded in place; `plan`; `schedule`, which prints as a
     table; `sharded`, what this rank holds.
     """
+
+    _loaded_prefix = ""
+    """Of the names in the module, where it was loaded as a part of another last."""
 
     def __init__(
         self,
@@ -82,8 +85,8 @@ class OSDP(WrappedOnce):
             self.plan, self.schedule = prepare(built, description, device_info, example_inputs, find_unused_parameters)
         self.sharded: ShardedModel = shard(built, self.schedule, compile_backend, find_unused_parameters)
         self.schedule = self.sharded.schedule
-        self.module: nn.Module = self.sharded.module
         self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
+        self.module: nn.Module = self.sharded.module
         self.register_load_state_dict_post_hook(self._forget_missing)  # type: ignore[no-untyped-call]
         let_gloo_end_at_exit()
 
@@ -251,6 +254,23 @@ class OSDP(WrappedOnce):
         advice = "copy the model before OSDP(...); instead of AveragedModel, osdp.averaging.AveragedParameters(model)"
         raise OsdpError(what, got="copy.deepcopy", advice=advice)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise OsdpError: a file would have this rank's part of the parameters, and process groups."""
+        what, advice = (
+            "a sharded model cannot be pickled",
+            "save model.full_state_dict(), or call model.save_checkpoint",
+        )
+        raise OsdpError(what, got="pickle, torch.save(model)", advice=advice)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OSDP:
+        """Convert nothing, as `to(device)` where it is there already. Raises OsdpError for another dtype or device."""
+        for dtype, device in {(one.dtype, one.device) for one in (*self.parameters(), *self.buffers())}:
+            made = fn(torch.empty(0, dtype=dtype, device=device))
+            if made.dtype != dtype or made.device.type not in (device.type, self.sharded.device.type):
+                what, advice = "a sharded model cannot be converted", "convert the model before OSDP(...)"
+                raise OsdpError(what, got=f"{dtype} to {made.dtype} on {made.device}", advice=advice)
+        return self
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` that names leave `module` out."""
         return {"": "module"}
@@ -269,6 +289,20 @@ class OSDP(WrappedOnce):
             found = getattr(self.module, name)
             is_method = inspect.ismethod(found) and found.__self__ is self.module
             return self._guarded(found) if is_method else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute where it is looked up: the model's on the model, as `model.temperature = 0.5`."""
+        setattr(self.module, name, value) if self._is_of_model(name) else super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where it is looked up."""
+        delattr(self.module, name) if self._is_of_model(name) else super().__delattr__(name)
+
+    def _is_of_model(self, name: str) -> bool:
+        """Whether an attribute is the model's, or a new public one, which the model's forward may look for."""
+        is_own = name in (*vars(self), *WRITTEN, "module") or hasattr(type(self), name)
+        inner = vars(self).get("_modules", {}).get("module")
+        return not is_own and inner is not None and (not name.startswith("_") or hasattr(inner, name))
 
     def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of the model that runs as a forward of it does where no backward follows."""

@@ -13,10 +13,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from profiler.errors import OsdpError
+from runtime.step.optimizer_hooks import trained_already
 
 PAGE = "docs/integrations.md"
 """Says what works beside OSDP."""
-_WRITTEN = ("_is_fsdp_managed_module", "__class__")
+WRITTEN = ("_is_fsdp_managed_module", "__class__")
 """Attributes that `fully_shard` and `FullyShardedDataParallel` write to the module that they wrap; checked on 2.13."""
 
 
@@ -29,7 +30,7 @@ class WrappedOnce(nn.Module):
         raise _refusal("DistributedDataParallel")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _WRITTEN:
+        if name in WRITTEN:
             raise _refusal("FSDP")
         super().__setattr__(name, value)
 
@@ -42,6 +43,10 @@ def check_unwrapped(model: nn.Module) -> None:
             where = f"`{path}` is a {type(module).__name__}" if path else f"a {type(module).__name__}"
             what, advice = "the model is sharded already, or replicated", f"give OSDP the plain module; {PAGE}"
             raise OsdpError(what, got=where, expected="a module that nothing has wrapped", advice=advice)
+    if trained_already(model.parameters()):
+        what = "another OSDP model has layers of this one, and would reduce their gradients too"
+        advice = "make one module that has all of them, and give OSDP that"
+        raise OsdpError(what, expected="parameters of this model alone", advice=advice)
 
 
 def _refusal(wrapper: str) -> OsdpError:

@@ -28,17 +28,19 @@ from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
+from runtime.dtensor_values import follow_values
 from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
+from runtime.module_outputs import refuse_double_backward_through
 from runtime.own_gpu import own_gpu
 from runtime.parameter_places import registered_buffers
+from runtime.registered_parameters import RegisteredParameters
 from runtime.replaced_parameters import check_gradient_hooks, refuse_reads, replace_references
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp, unsharded
 from runtime.strategies.activation_checkpointing import recompute
 from runtime.strategies.fully_sharded import wrap_root
-from runtime.strategies.module_outputs import refuse_double_backward_through
 from runtime.strategies.split_linear import split_linear
 from runtime.strategies.unsharded import UnshardedParameters
 from runtime.strategies.wrap_context import WrapContext
@@ -126,6 +128,7 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
         unit_of |= {parameter.path: (made, parameter.origin) for parameter in unit.parameters}
         sharded.units.append(made)
     if not context.schedule.by_ddp:
+        follow_values()
         sharded.units.append(wrap_root(context))
     for wrapping, units in wrapped.items():
         if hasattr(wrapping, "finish"):
@@ -137,6 +140,7 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
             shards.append(made.local_shard(origin, parameter))
     sharded.local_shards = tuple(shards)
     sharded.resting = dict(context.model.named_parameters(remove_duplicate=False))
+    sharded.registered = RegisteredParameters(context.model, sharded.resting)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

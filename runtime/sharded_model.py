@@ -1,14 +1,17 @@
 """A model to which a schedule was applied, and the interface of the wrapped units that it consists of."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard, Origin, local_shard
+from runtime.module_outputs import watch_outputs
+from runtime.registered_parameters import RegisteredParameters
 from runtime.schedule import Schedule
 
 
@@ -37,6 +40,11 @@ class WrappedUnit:
     def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
         """Return what this rank holds of one of its parameters."""
         return local_shard(origin, parameter, self.replicas)
+
+    def watch_backward(self, reached: Callable[[], None]) -> None:
+        """Have a function called when a backward reaches the unit, before anything of it is reduced."""
+        for module in self.modules:
+            watch_outputs(module, reached)
 
     def keep_after_forward(self) -> AbstractContextManager[None]:
         """Stay unsharded after forwards within, as the backward follows at once."""
@@ -107,6 +115,8 @@ class ShardedModel:
     """The parameters that rest on this rank, by all names that they have in `module`."""
     replaced: Sequence[weakref.ref[nn.Parameter]] = ()
     """Those that the model had before it was sharded and has no more."""
+    registered: RegisteredParameters | None = None
+    """What the modules had when all were wrapped."""
 
     @property
     def finishes_in_optimizer_step(self) -> bool:
@@ -123,6 +133,27 @@ class ShardedModel:
             if not (remove_duplicate and id(parameter) in yielded):
                 yielded.add(id(parameter))
                 yield name, parameter
+
+    def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:
+        """Return which of these, by identity, modules have had in place of parameters that rest, for one step."""
+        return set[int]().union(*(unit.gathered(parameters) for unit in self.units))
+
+    def check_registered(self) -> None:
+        """Raise OsdpError if somebody has put others in the places of parameters that rest."""
+        others = self.registered.others() if self.registered else {}
+        if not others:
+            return
+        gathered = self.gathered({id(one): one for one in others.values() if one is not None})
+        names = [name for name, one in others.items() if one is None or id(one) not in gathered]
+        if names:
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            raise OsdpError(
+                "modules have other parameters than those that were sharded",
+                got=f"{', '.join(names[:3])}{more}",
+                expected="the parameters that they had after OSDP(...)",
+                advice="replace, tie, prune or parametrize layers before OSDP(...), change values under "
+                "torch.no_grad(), and call torch.func.functional_call under the pin *=replicate in fp32",
+            )
 
     def reshard(self) -> None:
         """Discard copies of parameters that a forward left, as these may change; a later backward makes them again."""

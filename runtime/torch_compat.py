@@ -429,6 +429,13 @@ def held_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def take_held(module: FSDPModule) -> None:
+    """Let a unit that is sharded gather what its parameters hold since somebody wrote to their `.data`."""
+    for one in packed_parameters(module):
+        if one.sharded_param.__dict__.pop("_holds_another", False):
+            one.reset_sharded_param()
+
+
 def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """Return an optimizer's class that steps on what DTensors hold on this rank; its states are laid out as before.
 
@@ -443,21 +450,6 @@ def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.o
         return found
 
     return type(kind.__name__, (kind,), {"_init_group": _init_group, "__doc__": kind.__doc__})
-
-
-def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """Have a function called before every backward of this process, by `backward` or `torch.autograd.grad`.
-
-    With the tensors that are differentiated, and `inputs`, those whose gradients alone are wanted.
-    """
-    autograd = cast(Any, torch.autograd)
-    run = autograd._engine_run_backward
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(args[0], args[4])
-        return run(*args, **kwargs)
-
-    autograd._engine_run_backward = checked
 
 
 def no_modes() -> AbstractContextManager[None]:

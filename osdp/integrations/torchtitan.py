@@ -26,8 +26,8 @@ from osdp.planning.rank_grid import DeviceInfo
 from planner.plan import Plan
 from profiler.errors import OsdpError
 from runtime.deferred_init.deferred_init import is_meta
+from runtime.module_outputs import tensors_in
 from runtime.state.dcp_tensor import GlobalTensor
-from runtime.strategies.module_outputs import tensors_in
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
 """Of `training.mixed_precision_param`."""

@@ -175,8 +175,8 @@ class Exchange(WrappedUnit):
         """
         self.micro_batches, self.world_size = micro_batches, meshes.world_size
         self._state = "stale"
-        self._version = 0
-        """Of the shards that were published."""
+        self._version = (0, 0)
+        """Of the shards that were published: what `_count_changes` returned."""
         self._bits: dict[torch.device, Tensor] = {}
         """By device, the sum of those shards' bits as integers."""
         timeout = default_timeout()
@@ -232,9 +232,12 @@ class Exchange(WrappedUnit):
     def _shards(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [shard for group in self.groups for unit in group.units for shard in unit.shards]
 
-    def _count_changes(self) -> int:
+    def _count_changes(self) -> tuple[int, int]:
+        """Return numbers that differ after a change: of all changes in place, and of the memory that shards are in."""
+        shards = self._shards()
         # A DTensor counts what is done to it, and the tensor that it holds what is done to that.
-        return sum(parameter._version + (0 if parameter is own else own._version) for parameter, own in self._shards())
+        counts = (parameter._version + (0 if parameter is own else own._version) for parameter, own in shards)
+        return sum(counts), sum(own.data_ptr() for _, own in shards)
 
     @torch.no_grad()
     def _sum_bits(self) -> dict[torch.device, Tensor]:

@@ -28,6 +28,7 @@ def local_shards_by_name(sharded: ShardedModel) -> dict[str, list[LocalShard]]:
     what counts, and may be about to change.
     """
     sharded.reshard()
+    sharded.check_registered()
     of_parameter = {id(shard.parameter): shard for shard in sharded.local_shards}
     sliced = tuple(f"{split.module}.slices." for split in sharded.schedule.splits)
     found: dict[str, list[LocalShard]] = {}

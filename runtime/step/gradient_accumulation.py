@@ -5,7 +5,9 @@ backward reduces.  If the optimizer steps or gradients are clipped before, what 
 where the user has put all micro-batches into `no_sync()`, that is refused.
 
 Micro-batches count when their backward begins, so a forward without one (evaluation, whatever the
-mode) does not.
+mode) does not.  Outputs of the model tell that first, one micro-batch for each forward; and so do units, where a
+backward comes by none of these: by what a method, a part of the model or a hook returned, or an object that nobody can
+look into.  That is one micro-batch for each backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +20,13 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError, first_line
+from runtime.autograd_compat import in_backward, is_differentiated
 from runtime.local_shards import LocalShard
+from runtime.module_outputs import refuse_double_backward, tensors_in
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.torch_clipping import watch_clipping
 from runtime.step.unreachable_gradients import check_hooks, watch_gradients
-from runtime.strategies.module_outputs import refuse_double_backward, tensors_in
 
 
 @contextmanager
@@ -55,6 +58,10 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
+        self._counts_unseen = False
+        """Whether that was counted though no output of a forward has told of it yet."""
+        for unit in sharded.units if self.once_per_step or sharded.finishes_in_optimizer_step else ():
+            unit.watch_backward(self._reach_unit)
         watch_optimizers(self, sharded.resting.values(), sharded.replaced)
         watch_clipping(self)
         watch_gradients(self)
@@ -88,7 +95,8 @@ class Accumulation:
                 unit.reset()
             else:
                 unit.discard_gradients(self.pushed > 0)
-        self.done, self.pushed, self.explicit, self._in_backward = 0, 0, False, False
+        self.done, self.pushed = 0, 0
+        self.explicit = self._in_backward = self._counts_unseen = False
 
     def before_zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Discard what an optimizer cannot see of the gradients that it clears, in the middle of a step.
@@ -135,6 +143,7 @@ class Accumulation:
         if self._in_backward:
             self.discard()
         check_hooks(self.sharded)
+        self._check_registered()
         self.sharded.reshard()  # the last forward's backward may never have come, and values have changed
         postponed = self._postpones
         with naming_sharded_parameters():
@@ -149,6 +158,7 @@ class Accumulation:
 
         Not in inference mode: what is gathered there for the first time could never be trained.
         """
+        self._check_registered()
         self.sharded.reshard()
         with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters():
             output = function(*args, **kwargs)
@@ -165,18 +175,10 @@ class Accumulation:
         def count(gradient: Tensor) -> None:
             nonlocal counted
             if not self._in_backward:
-                if not self.sharded.schedule.by_ddp:
-                    refuse_double_backward()
-                self._in_backward = True
-                Variable._execution_engine.queue_callback(self._end_backward)
-            if counted:
-                return
-            counted = True
-            last = not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
-            for unit in self.sharded.units if self.once_per_step else ():
-                unit.set_requires_all_reduce(last)
-            self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
-            self.explicit = self.explicit and not last
+                self._begin_backward()
+            if not (counted or self._counts_unseen):
+                self._count(postponed)
+            counted, self._counts_unseen = True, False
 
         for tensor in tensors_in(output):
             # A change in place gives a view another history, but not the tensor that it is a view of.
@@ -184,8 +186,29 @@ class Accumulation:
                 if one is not None and one.requires_grad:
                     one.register_hook(count)  # type: ignore[no-untyped-call]
 
+    def _reach_unit(self) -> None:
+        """Count a backward that begins with a unit."""
+        if not self._in_backward:
+            self._begin_backward()
+            self._count(self._postpones)
+            self._counts_unseen = True
+
+    def _begin_backward(self) -> None:
+        if not self.sharded.schedule.by_ddp:
+            refuse_double_backward()
+        self._in_backward = True
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _count(self, postponed: bool) -> None:
+        """Count a micro-batch whose backward begins; `postponed`: the user says that it is not its step's last."""
+        last = not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
+        for unit in self.sharded.units if self.once_per_step else ():
+            unit.set_requires_all_reduce(last)
+        self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
+        self.explicit = self.explicit and not last
+
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._in_backward = self._counts_unseen = False
         for unit in self.sharded.units:
             unit.end_backward()
 
@@ -194,10 +217,15 @@ class Accumulation:
 
         Raises OsdpError if gradients of this model are not all reduced, or a closure would make further ones.
         """
+        if self.sharded.schedule.by_ddp and in_backward():
+            what = "an optimizer steps in a backward, before gradients are averaged over ranks"
+            advice = "step after loss.backward(), or plan with another pin than *=replicate, such as *=shard"
+            raise OsdpError(what, expected="a step after the backward", advice=advice)
         self._complete_reduction()
         if has_closure and self.sharded.finishes_in_optimizer_step:
             self._refuse_closure()
         self.sharded.reshard()
+        self.sharded.check_registered()
         self.finish_gradients()
 
     def _refuse_closure(self) -> None:
@@ -250,7 +278,16 @@ class Accumulation:
         They were gathered by a forward, or added later.
         """
         registered = set(map(id, self.sharded.module.parameters())) & parameters.keys()
-        return registered.union(*(unit.gathered(parameters) for unit in self.sharded.units))
+        return registered | self.sharded.gathered(parameters)
+
+    def _check_registered(self) -> None:
+        """Raise OsdpError where modules would not compute with what somebody has put in the places of parameters."""
+        if not self.sharded.schedule.by_ddp:
+            self.sharded.check_registered()
+            if is_differentiated():
+                what = "torch.func.grad, vjp, jvp and jacrev do not run through sharded layers"
+                advice = "call backward() or torch.autograd.grad, or plan with the pin *=replicate in fp32"
+                raise OsdpError(what, advice=advice)
 
     def after_step(self) -> None:
         """Publish the parameters that the optimizer has changed."""

@@ -6,6 +6,7 @@ optimizers that look at whole tensors where a rank has parts: on torch 2.13 Muon
 Where one rank owns a tensor, such an optimizer gets the whole of it there, and elsewhere nothing, while it steps.
 """
 
+import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, wraps
@@ -47,6 +48,15 @@ class Trained(Protocol):
 
 _watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDictionary()
 """The models of this process, each with the identities of its parameters, which live as long as it does."""
+
+
+def trained_already(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a model of this process that is in use trains one of these parameters."""
+    given = set(map(id, parameters))
+    if not any(given & known for known in _watched.values()):
+        return False
+    gc.collect()  # what was deleted may be here still
+    return any(given & known for known in _watched.values())
 
 
 _replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()

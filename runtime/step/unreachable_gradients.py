@@ -13,9 +13,9 @@ from weakref import WeakSet
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.autograd_compat import before_backward
 from runtime.sharded_model import ShardedModel
 from runtime.step.torch_clipping import ShardedGradients
-from runtime.torch_compat import before_backward
 
 _models: WeakSet[Any] = WeakSet()
 

@@ -9,7 +9,7 @@ shows whether they come once: with a reentrant checkpoint a gradient may grow ag
 then all wait for the end.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from weakref import ref
 
@@ -40,6 +40,8 @@ class _Bucket:
     def reset(self) -> None:
         """Begin a backward."""
         self.missing = set(self.parameters)
+        self.absent: list[nn.Parameter] = []
+        """Those of which this rank had no gradient to send."""
         self.work: dist.Work | None = None
 
     @torch.no_grad()
@@ -48,9 +50,10 @@ class _Bucket:
         view, gradient = self.views[parameter], parameter.grad
         if gradient is None:
             view.zero_()
-        elif gradient is not view:
+            self.absent.append(parameter)
+        elif gradient.untyped_storage()._cdata != self.flat.untyped_storage()._cdata:
             view.copy_(gradient)
-            parameter.grad = view
+            parameter.grad = view.view_as(view)  # not our own, as a loop may put something else into its `.data`
 
     def send(self) -> None:
         """Begin to add up the gradients of all ranks."""
@@ -63,6 +66,10 @@ class _Bucket:
         if self.work is not None:
             self.work.wait()
             self.flat.div_(dist.get_world_size())
+            for parameter in () if is_fake(self.flat) else self.absent:
+                view = self.views[parameter]
+                if view.any():  # other ranks have one
+                    parameter.grad = view.view_as(view)
         self.reset()
 
 
@@ -89,6 +96,7 @@ class ReplicatedModel(WrappedUnit):
         self.parameters = self.computing = [one for one in context.model.parameters() if _can_be_trained(one)]
         self.buckets = _buckets(reversed(self.parameters))
         self.overlaps = self.is_last = False
+        self.reached: Callable[[], None] = lambda: None
         self.came: list[nn.Parameter] = []
         """Parameters in the order in which a backward that reduces has made their gradients."""
         here = ref(self)  # Python's garbage collector does not find cycles through hooks of tensors
@@ -98,11 +106,15 @@ class ReplicatedModel(WrappedUnit):
             parameter.register_post_accumulate_grad_hook(partial(_came, here))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trains)  # one that is frozen may be trained later
 
+    def watch_backward(self, reached: Callable[[], None]) -> None:
+        self.reached = reached
+
     def set_requires_all_reduce(self, required: bool) -> None:
         self.is_last = required
 
     def add(self, parameter: nn.Parameter) -> None:
         """Take a gradient that is there, and send the buckets that are full."""
+        self.reached()
         if not self.is_last:
             return
         self.came.append(parameter)

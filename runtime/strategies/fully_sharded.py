@@ -29,6 +29,7 @@ from runtime.torch_compat import (
     reset_iteration,
     reshard_without,
     share_secondary_mesh,
+    take_held,
 )
 
 
@@ -45,6 +46,7 @@ class FullyShardedUnit(WrappedUnit):
     def reshard(self) -> None:
         self.module.reshard()
         forget_forward(self.module)
+        take_held(self.module)
 
     def complete_reduction(self) -> None:
         complete_reduction(self.module)

@@ -29,10 +29,10 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runtime.local_shards import LocalShard, Origin, add_gradient, local_data, whole_or_nothing
+from runtime.module_outputs import refuse_double_backward, tensors_in
 from runtime.parameter_places import ParameterSite
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
-from runtime.strategies.module_outputs import refuse_double_backward, tensors_in
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import uneven_dtensor
 
@@ -49,6 +49,12 @@ class OwnedParameter:
         """Let the modules see `parameter`."""
         for module, name in self.places:
             module.register_parameter(name, parameter)
+
+    def rest(self) -> None:
+        """Let the modules see the resting parameter where they see the full one, and not what others have put there."""
+        for module, name in self.places:
+            if module._parameters.get(name) is self.full:
+                module.register_parameter(name, self.resting)
 
 
 class OwnedUnit(WrappedUnit):
@@ -82,7 +88,8 @@ class OwnedUnit(WrappedUnit):
         """Modules whose forward is still to come in this pass: tied ones are gathered once for all."""
         self.kept = self.in_backward = False
         """`kept`: stay gathered when a forward ends, as the backward comes next; `in_backward`: it is under way."""
-        self.reshard()
+        for owned in self.parameters:
+            owned.register(owned.resting)
         for module in self.modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
@@ -119,14 +126,15 @@ class OwnedUnit(WrappedUnit):
             parameter.full.data.copy_(local_data(parameter.resting))
         dist.broadcast(self.flat.data, src=self.owner, group=self.group)
         for parameter in self.parameters:
-            parameter.full.requires_grad_(parameter.resting.requires_grad)
+            if parameter.full.requires_grad != parameter.resting.requires_grad:
+                parameter.full.requires_grad_(parameter.resting.requires_grad)
             parameter.register(parameter.full)
 
     def reshard(self) -> None:
         """Let the modules see the resting parameters and free the full ones; the next forward begins a new pass."""
         self.to_run.clear()
         for parameter in self.parameters:
-            parameter.register(parameter.resting)
+            parameter.rest()
         self.flat.untyped_storage().resize_(0)
 
     def gathered(self, parameters: Mapping[int, nn.Parameter]) -> set[int]:

@@ -23,10 +23,10 @@ from osdp.odc.options import Options, forget
 from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard
 from runtime.meshes import Meshes
+from runtime.module_outputs import tensors_in
 from runtime.odc.choose_transport import why_none_anywhere
 from runtime.odc.step_protocol import Exchange, Sharing, Unit
 from runtime.step.optimizer_hooks import unwatch_optimizers, watch_optimizers
-from runtime.strategies.module_outputs import tensors_in
 
 
 @dataclass(frozen=True)

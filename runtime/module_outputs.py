@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,18 +24,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def refuse_double_backward_through(module: nn.Module) -> None:
     """Refuse a backward through a module's outputs that is itself differentiated."""
-    module.register_forward_hook(_watch_outputs)
+    watch_outputs(module, refuse_double_backward)
 
 
-def _watch_outputs(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(_refuse)  # type: ignore[no-untyped-call]
+def watch_outputs(module: nn.Module, reached: Callable[[], None]) -> None:
+    """Have a function called when a backward comes to what a module's forward returned."""
 
+    def call(gradient: Tensor) -> None:
+        reached()
 
-def _refuse(gradient: Tensor) -> None:
-    refuse_double_backward()
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(call)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(watch)
 
 
 def refuse_double_backward() -> None:

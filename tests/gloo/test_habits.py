@@ -1,0 +1,263 @@
+"""Habits of scripts around a model: each trains as in one process, or is refused with what to do instead.
+
+What a loop puts into `.data` or reads by `.item()`, calls of parts of a model, attributes and layers that it sets on
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from thoroughness import STEPS, THOROUGH
+from torch import Tensor, nn
+from toys import Block, Toy, batch_of, plan_of, refusal, seeded
+
+STRATEGIES = ("replicate", "shard", "shard_grad", "owner", "odc:2")
+"""What two ranks of one node can run."""
+
+
+class Coder(Toy):
+    """An encoder and a decoder, of which scripts call each, with an attribute that they set and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.block, self.decoder = nn.Linear(6, 6), Block(0.0), nn.Linear(6, 3)
+        self.temperature = 1.0
+        self.boxed = False
+
+    def forward(self, x: Tensor) -> Any:
+        """(batch, 5, 6) -> (batch, 5, 3), in an object that nobody looks into if `boxed`."""
+        y = self.decoder(self.block(self.encoder(x))) * self.temperature
+        return SimpleNamespace(y=y) if self.boxed else y
+
+    def loss(self, x: Tensor) -> Tensor:
+        """(batch, 5, 6) -> a loss."""
+        return self.decoder(self.block(self.encoder(x))).pow(2).mean()  # type: ignore[no-any-return]
+
+
+SAMPLE = Coder()
+"""What batches and plans are made for."""
+Train = Callable[[Any, Sequence[int]], list[float]]
+"""A loop over a model on the batches of some ranks; returns numbers that are the same on all ranks."""
+
+
+def mean_of(ranks: Sequence[int], loss: Callable[[Tensor], Tensor], number: int) -> Tensor:
+    """Return the mean of a loss over the batches of ranks."""
+    losses = [loss(batch_of(SAMPLE, rank, number)[0][0]) for rank in ranks]
+    return torch.stack(losses).mean()
+
+
+def finish(model: Any) -> None:
+    """Complete gradients before they are read, which one process need not."""
+    if hasattr(model, "finish_gradients"):
+        model.finish_gradients()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of every loop."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def each_step(model: Any, ranks: Sequence[int], loss: Callable[[Tensor], Tensor]) -> list[float]:
+    """Train by a loss that a script computes of a batch."""
+    optimizer = sgd(model)
+    for number in range(STEPS):
+        mean_of(ranks, loss, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def by_data(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Perturb and restore parameters by `.data =` between two backwards (SAM), and shrink them after each step."""
+    optimizer, seen = sgd(model), []
+    for number in range(STEPS):
+        mean_of(ranks, lambda x: model(x).pow(2).mean(), number).backward()
+        finish(model)
+        before = [parameter.data.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.05 * parameter.grad
+            parameter.grad.data = 0.5 * parameter.grad.data
+        model.zero_grad()
+        mean_of(ranks, lambda x: model(x).pow(2).mean(), number).backward()
+        for parameter, kept in zip(model.parameters(), before, strict=True):
+            parameter.data = kept
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.data = 0.9 * parameter.data
+        with torch.no_grad():
+            seen.append(mean_of([0, 1], lambda x: model(x).pow(2).mean(), 90).item())
+    return seen
+
+
+def by_items(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Clip by hand, by numbers that Python has of gradients, and note numbers of weights."""
+    optimizer, seen = sgd(model), []
+    for number in range(STEPS):
+        mean_of(ranks, lambda x: model(x).pow(2).mean(), number).backward()
+        finish(model)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norm = sum(gradient.data.norm(2).item() ** 2 for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(0.1 / norm)
+        seen += [norm, *(float(parameter.detach().norm(1)) for parameter in model.parameters())]
+        assert not any(torch.isnan(gradient).any() for gradient in gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def by_teacher(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Train against a teacher that follows by `.data`, itself a frozen model of the same plan."""
+    frozen = copy.deepcopy(seeded(Coder)).requires_grad_(False)
+    teacher = type(model)(frozen, model.plan) if hasattr(model, "plan") else frozen
+    optimizer, seen = sgd(model), []
+    for number in range(STEPS):
+        mean_of(ranks, lambda x: (model(x + 1) - teacher(x)).pow(2).mean(), number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            old.data.mul_(0.5).add_(new.data, alpha=0.5)
+        seen.append(mean_of([0, 1], lambda x: teacher(x).pow(2).mean(), 90).item())
+    return seen
+
+
+def by_parts(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Call parts of the model in place of the model."""
+    return each_step(model, ranks, lambda x: model.decoder(model.block(model.encoder(x))).pow(2).mean())
+
+
+def by_method(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Call a method with gradients."""
+    return each_step(model, ranks, model.loss)
+
+
+def by_hooks(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Train by what a hook has seen, of which the model's output knows nothing, without the output and with it."""
+    seen: list[Tensor] = []
+    handle = model.block.register_forward_hook(lambda module, args, output: seen.append(output))
+    for with_output in (0, 1):
+        each_step(model, ranks, lambda x: with_output * model(x).mean() + seen.pop().pow(2).mean())  # noqa: B023
+    each_step(model, ranks, lambda x: (model(x), seen.pop().pow(2).mean())[1])
+    handle.remove()
+    return []
+
+
+def by_attributes(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Set attributes of the model."""
+    model.temperature = 0.5
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    model.boxed = True
+    each_step(model, ranks, lambda x: model(x).y.pow(2).mean())
+    model.boxed = False
+    return [model.temperature]
+
+
+LOOPS: tuple[Train, ...] = (by_data, by_items, by_teacher, by_parts, by_method, by_hooks, by_attributes)
+
+
+def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) -> None:
+    """Train by every habit under replicate and odc, and under one of the others unless thorough."""
+    from osdp import OSDP
+
+    for index, (habit, (numbers, values)) in enumerate(zip(LOOPS, wanted, strict=True)):
+        others = STRATEGIES[1:] if THOROUGH else (STRATEGIES[1 + index % 3], "odc:2")
+        for name in ("replicate", *others):
+            for accumulation in (1, 2):
+                plan = plan_of(SAMPLE, name, ranks=(1, 2), accumulation=accumulation)
+                model = OSDP(seeded(Coder), plan)
+                got = habit(model, [rank])
+                message = f"{habit.__name__} under {name}, accumulation {accumulation}: "
+                torch.testing.assert_close(got, numbers, rtol=1e-4, atol=1e-5, msg=lambda text, m=message: m + text)
+                whole = model.full_state_dict(rank0_only=False)
+                torch.testing.assert_close(whole, values, rtol=1e-4, atol=1e-5, msg=lambda text, m=message: m + text)
+
+
+def test_habits_train_as_in_one_process() -> None:
+    wanted = []
+    for habit in LOOPS:
+        alone = seeded(Coder)
+        numbers = habit(alone, [0, 1])
+        wanted.append((numbers, dict(alone.state_dict())))
+    run_ranks(train, 2, wanted)
+
+
+def step(model: Any) -> None:
+    """Train a step on a batch that all ranks have alike."""
+    optimizer = sgd(model)
+    model(batch_of(SAMPLE, 0)[0][0]).pow(2).mean().backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def replace(model: Any, what: str) -> None:
+    """Put something else into the place of a parameter."""
+    match what:
+        case "head":
+            model.decoder = nn.Linear(6, 3)
+        case "inner head":
+            model.module.decoder = nn.Linear(6, 3)
+        case "tied":
+            model.encoder.bias = model.block.norm.bias
+        case "removed":
+            model.decoder.bias = None
+        case "parametrized":
+            nn.utils.parametrize.register_parametrization(model.block.up, "weight", nn.Tanh())
+
+
+def refuse(rank: int) -> dict[str, str]:
+    """Return what is said of habits that cannot work."""
+    from osdp import OSDP
+
+    x, said = batch_of(SAMPLE, 0)[0][0], {}
+    for name in STRATEGIES:
+        plan = plan_of(SAMPLE, name, ranks=(1, 2))
+        for what in ("head", "inner head", "tied", "removed", "parametrized"):
+            model = OSDP(seeded(Coder), plan)
+            step(model)
+            replace(model, what)
+            said[f"replaced {what} {name}"] = refusal(lambda: step(model))  # noqa: B023
+            said[f"replaced {what} {name}, saved"] = refusal(model.full_state_dict)
+        model = OSDP(seeded(Coder), plan)
+        said[f"pickled {name}"] = refusal(lambda: pickle.dumps(model))  # noqa: B023
+        said[f"converted {name}"] = refusal(model.bfloat16)
+        assert model.to("cpu") is model
+        if name == "replicate":
+            said[f"shared {name}"] = refusal(lambda: OSDP(nn.Sequential(model.encoder), plan))  # noqa: B023
+            for parameter in model.parameters():
+                optimizer = torch.optim.SGD([parameter], lr=0.1)
+                parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+            said[f"amid {name}"] = refusal(lambda: model(x).pow(2).mean().backward())  # noqa: B023
+            continue
+        values = {key: 2 * parameter.detach() for key, parameter in model.named_parameters()}
+        model(x)  # what it leaves gathered is not taken for what somebody has put there
+        said[f"replaced by functional_call {name}"] = refusal(lambda: torch.func.functional_call(model, values, (x,)))  # noqa: B023
+        said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
+        whole = next(model.parameters())
+        said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
+        step(model)
+    return said
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    known = {
+        "replaced": "modules have other parameters than those that were sharded",
+        "pickled": "save model.full_state_dict()",
+        "converted": "convert the model before OSDP(...)",
+        "shared": "another OSDP model has layers of this one",
+        "amid": "step after loss.backward()",
+        "differentiated": "torch.func.grad, vjp, jvp and jacrev",
+        "laid out": "p.data = 0.9 * p.data",
+    }
+    by_rank = run_ranks(refuse, 2)
+    assert by_rank[0] == by_rank[1]
+    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 3 * (len(STRATEGIES) - 1)
+    for name, text in by_rank[0].items():
+        assert next(part for start, part in known.items() if name.startswith(start)) in text, (name, text)
