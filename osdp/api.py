@@ -292,7 +292,14 @@ class OSDP(WrappedOnce):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute where it is looked up: the model's on the model, as `model.temperature = 0.5`."""
-        setattr(self.module, name, value) if self._is_of_model(name) else super().__setattr__(name, value)
+        if not self._is_of_model(name):
+            super().__setattr__(name, value)
+        elif name in self.module._parameters and isinstance(value, Tensor):
+            cast(dict[str, Any], self.module._parameters)[name] = (
+                value  # torch.func.functional_call gives plain tensors
+            )
+        else:
+            setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute where it is looked up."""
