@@ -42,6 +42,18 @@ class GlobalTensor:
         copies = tuple((offsets, data.to("cpu", copy=True)) for offsets, data in self.parts)
         return GlobalTensor(self.shape, self.dtype, copies)
 
+    def detach(self) -> GlobalTensor:
+        """Return itself: its parts have no history."""
+        return self
+
+    def clone(self) -> GlobalTensor:
+        """Return a copy, as loops keep of the best state dict so far."""
+        return GlobalTensor(self.shape, self.dtype, tuple((offsets, data.clone()) for offsets, data in self.parts))
+
+    def cpu(self) -> GlobalTensor:
+        """Return it on the host, and itself if it is there, as tensors do."""
+        return GlobalTensor(self.shape, self.dtype, tuple((offsets, data.cpu()) for offsets, data in self.parts))
+
     def gather(self, device: torch.device) -> Tensor:
         """Return the whole tensor, on a device. A collective call."""
         full = torch.zeros(self.shape, dtype=self.dtype, device=device)

@@ -28,12 +28,13 @@ class Coder(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.block, self.decoder = nn.Linear(6, 6), Block(0.0), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))  # without dimensions, so that every rank holds it
         self.temperature = 1.0
         self.boxed = False
 
     def forward(self, x: Tensor) -> Any:
         """(batch, 5, 6) -> (batch, 5, 3), in an object that nobody looks into if `boxed`."""
-        y = self.decoder(self.block(self.encoder(x))) * self.temperature
+        y = self.decoder(self.block(self.encoder(x))) * self.scale * self.temperature
         return SimpleNamespace(y=y) if self.boxed else y
 
     def loss(self, x: Tensor) -> Tensor:
@@ -54,8 +55,8 @@ def mean_of(ranks: Sequence[int], loss: Callable[[Tensor], Tensor], number: int)
 
 
 def finish(model: Any) -> None:
-    """Complete gradients before they are read, which one process need not."""
-    if hasattr(model, "finish_gradients"):
+    """Complete gradients before they are read, as is needed under odc and in a step that is shorter than planned."""
+    if hasattr(model, "plan") and (model.plan.accumulation > 1 or "odc:2" in model.plan.choices.values()):
         model.finish_gradients()
 
 
@@ -160,7 +161,16 @@ def by_attributes(model: Any, ranks: Sequence[int]) -> list[float]:
     return [model.temperature]
 
 
-LOOPS: tuple[Train, ...] = (by_data, by_items, by_teacher, by_parts, by_method, by_hooks, by_attributes)
+def by_best(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Keep copies of a state dict, train on, and go back to it."""
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    best = {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    model.load_state_dict(best)
+    return []
+
+
+LOOPS: tuple[Train, ...] = (by_data, by_items, by_best, by_parts, by_method, by_hooks, by_attributes, by_teacher)
 
 
 def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) -> None:
@@ -170,7 +180,7 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
     for index, (habit, (numbers, values)) in enumerate(zip(LOOPS, wanted, strict=True)):
         others = STRATEGIES[1:] if THOROUGH else (STRATEGIES[1 + index % 3], "odc:2")
         for name in ("replicate", *others):
-            for accumulation in (1, 2):
+            for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
                 plan = plan_of(SAMPLE, name, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
                 got = habit(model, [rank])
@@ -234,13 +244,16 @@ def refuse(rank: int) -> dict[str, str]:
             for parameter in model.parameters():
                 optimizer = torch.optim.SGD([parameter], lr=0.1)
                 parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+            tenth = {key: 0.1 * parameter.detach() for key, parameter in model.named_parameters()}
+            alone = torch.func.functional_call(seeded(Coder), tenth, (x,))
+            torch.testing.assert_close(torch.func.functional_call(model, tenth, (x,)), alone)
             said[f"amid {name}"] = refusal(lambda: model(x).pow(2).mean().backward())  # noqa: B023
             continue
         values = {key: 2 * parameter.detach() for key, parameter in model.named_parameters()}
         model(x)  # what it leaves gathered is not taken for what somebody has put there
         said[f"replaced by functional_call {name}"] = refusal(lambda: torch.func.functional_call(model, values, (x,)))  # noqa: B023
         said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
-        whole = next(model.parameters())
+        whole = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
         step(model)
     return said
