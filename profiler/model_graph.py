@@ -406,7 +406,7 @@ class ModelGraph:
     """Parameters that no operator has, so that every rank holds them whole: without dimensions, or of another dtype
     than the others of their module."""
     buffers: tuple[Parameter, ...] = ()
-    """Buffers, which every rank holds whole, as parameters that are not trained."""
+    """Buffers and tensors in plain attributes, which every rank holds whole, as parameters that are not trained."""
     left_out: tuple[str, ...] = ()
     """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
     written: tuple[str, ...] = ()

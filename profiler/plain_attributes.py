@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from profiler.parameter_memory import has_strides
+
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold what is registered, and hooks."""
 
@@ -53,3 +55,20 @@ def holding_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(value)):
             yield key, value
+
+
+def unregistered_tensors(root: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """Return what plain attributes hold that is neither registered nor shares memory with what is.
+
+    By storage, so that each is there once: where it is, and a tensor that has it.
+    """
+    registered = (one for one in (*root.parameters(), *root.buffers()) if has_strides(one))
+    known = {one.untyped_storage()._cdata for one in registered}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in root.named_modules():
+        for key, value in plain_attributes(module):
+            for number, leaf in enumerate(tree_leaves(value)):
+                if isinstance(leaf, Tensor) and has_strides(leaf):
+                    place = ".".join([*filter(None, [path]), key, *([] if leaf is value else [str(number)])])
+                    found.setdefault(leaf.untyped_storage()._cdata, (place, leaf))
+    return {storage: one for storage, one in found.items() if storage not in known}

@@ -25,6 +25,7 @@ from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast,
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
 from profiler.parameter_memory import shared_memory
+from profiler.plain_attributes import unregistered_tensors
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
@@ -115,8 +116,10 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             rested = resting_dtypes(module, precision, master_weights)
             found = find_groups(module, {name: one.rest for name, one in rested.items()})
             rested |= {name: rested[name].kept() for name in held_whole(module, found)}
+            separate = {place for place, _ in unregistered_tensors(module).values()}  # a copy's views have their own
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         computed = computed_by_hooks(module)
+        made_with_it = {key: one for key, one in unregistered_tensors(module).items() if one[0] in separate}
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         until_traced.enter_context(parameters_stay(source.name, module))
         containers = ContainersHanded(wrappable(module) if COMPUTE_DTYPE[precision] else ())
@@ -124,7 +127,10 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             until_traced.enter_context(hooks)
         with unregistered_reads(module) as read, mode:
             run = run_sizes(module, source, found, rested, device, sizes, computed)
-            kept = tuple(buffer_of(name, tensor) for name, tensor in values_of(computed))
+            # What a forward has put in their place is counted where it makes it.
+            still_there = unregistered_tensors(module).keys() & made_with_it.keys()
+            held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))
+            kept = tuple(buffer_of(name, tensor) for name, tensor in held)
     passes = run.passes, run.recomputed, run.selective, run.apart, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
