@@ -1,9 +1,13 @@
-"""What modules return: no views, in a trace as in the runtime, so that what is priced does not depend on the plan.
+"""What modules return: no views or leaves, in a trace as in the runtime, so that what is priced is what runs.
 
 Sharding relies on hooks on the tensors that a wrapped module returns: they gather its parameters before its backward.
 A change in place of a *view*, as the output of a linear layer with a bias is one, gives it a new history without the
 hook (`y = self.linear(x); y += x`), and backward fails.  So modules that may be wrapped return an alias: the same
 memory and version counter, and to autograd no view.  Without, backward would also copy the gradient of what changed.
+
+Of a *leaf* that needs a gradient, as a loss of `torch.zeros(1, requires_grad=True)` is that a block returns beside its
+output, autograd runs the hooks before anything else that is due: parameters would be gathered long before the backward
+of their module.  An alias has its turn when the module has.
 """
 
 from __future__ import annotations
@@ -51,15 +55,15 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code has no views
         return None
     if isinstance(output, Tensor):
-        return _alias(module, output) if _is_differentiable_view(output) else None
-    views = {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        return _alias(module, output) if _needs_alias(output) else None
+    tensors = {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
     # A tensor that is returned twice stays one.
-    aliases = {key: _alias(module, leaf) for key, leaf in views.items() if _is_differentiable_view(leaf)}
+    aliases = {key: _alias(module, leaf) for key, leaf in tensors.items() if _needs_alias(leaf)}
     return tree_map_only(Tensor, lambda tensor: aliases.get(id(tensor), tensor), output) if aliases else None
 
 
-def _is_differentiable_view(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor._is_view()
+def _needs_alias(tensor: Tensor) -> bool:
+    return tensor.requires_grad and (tensor.is_leaf or tensor._is_view())
 
 
 def _alias(module: nn.Module, view: Tensor) -> Tensor:

@@ -282,16 +282,16 @@ class StageParts:
         return tuple(self._run(by_call[run[0]], run, is_whole) for run in (tuple(members) for _, members in alike))
 
     def _make_run(self, unit: StagedUnit, members: tuple[int, ...], is_whole: bool) -> Run:
-        starts = unit.opens and members[0] == unit.first
-        ends = unit.closes and members[-1] == unit.last
-        reduces = starts and unit.rests
-        before_s = unit.traffic.forward_gather_s if starts else 0.0
-        again_before_s = unit.traffic.backward_gather_s if ends else 0.0
+        first, last = unit.opens and members[0] == unit.first, unit.closes and members[-1] == unit.last
+        reduces = first and unit.rests
+        each = len(members) if unit.gathers_each_call else 0
+        starts, ends = each or int(first), each or int(last)
+        before_s, again_before_s = starts * unit.traffic.forward_gather_s, ends * unit.traffic.backward_gather_s
         after_s = unit.reduction_s if reduces else 0.0
         stalled_s = again_before_s if unit.stalls else 0.0
-        stalled_s += (unit.traffic.copy_out_again_s if ends else 0.0) + (unit.traffic.copy_in_s if reduces else 0.0)
+        stalled_s += ends * unit.traffic.copy_out_again_s + (unit.traffic.copy_in_s if reduces else 0.0)
         launch_s = unit.launch_s
-        launches_s = launch_s if starts else 0.0, launch_s * (ends + (reduces and unit.is_reduced))
+        launches_s = launch_s * starts, launch_s * (ends + (reduces and unit.is_reduced))
         at_end_s, in_step = unit.traffic.step_reduce_s if reduces else 0.0, unit.strategy.spec.one_sided
         segment = Segment(
             forward_s=0.0,
@@ -301,7 +301,7 @@ class StageParts:
             backward_gather_s=0.0 if unit.stalls else again_before_s,
             reduce_s=0.0 if unit.reduction_stalls else after_s,
             step_reduce_s=0.0 if in_step else at_end_s,
-            forward_stall_s=(before_s if unit.stalls else 0.0) + (unit.traffic.copy_out_s if starts else 0.0),
+            forward_stall_s=(before_s if unit.stalls else 0.0) + starts * unit.traffic.copy_out_s,
             backward_stall_s=stalled_s + (after_s if unit.reduction_stalls else 0.0),
             copy_in_s=unit.traffic.copy_in_s if reduces else 0.0,
             step_exposed_s=at_end_s if in_step else 0.0,

@@ -57,6 +57,8 @@ class StagedUnit:
     """What each gather and each reduction costs the host."""
     is_reduced: bool
     """Whether it has gradients."""
+    gathers_each_call: bool
+    """Whether it is one module, which is gathered and sharded again for each of its calls."""
     reopens: int | None
     """The call before which it is gathered again, to stay so to its backward; None: there is none."""
 
@@ -104,7 +106,8 @@ class StagedUnit:
 
 
 def runs_often(graph: ModelGraph, operator: int) -> bool:
-    """Return whether a spanning operator is gathered and sharded again for each of its calls as its strategy says.
+    """Return whether an operator that is a unit is gathered and sharded again for each of its calls, if its strategy
+    does not keep it.
 
     It is if it is one module, which runs several times; modules that share parameters are wrapped together, and stay
     gathered from the first to the last.  Of a module with others inside, calls may be of one run.  What is kept is so
@@ -169,5 +172,8 @@ def make_unit(
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
         launch_s=0.0 if is_outside_fsdp else frame.load.unit_launch_s(len(parameters)),
         is_reduced=graph.trains and any(parameter.trainable for parameter in parameters),
+        gathers_each_call=not (strategy.keeps_unsharded or (is_whole and block is not None))
+        and len(operators) == 1
+        and runs_often(graph, operators[0]),
         reopens=reopens,
     )

@@ -5,6 +5,7 @@ Layers of one strategy are wrapped together, and FSDP2 shards them again when ea
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache, partial
 from random import Random
 
@@ -14,6 +15,7 @@ from rehearsals import compare, plan_of
 from synthetic import cluster
 from torch import Tensor, nn
 
+from planner.analysis.explain import open_plan
 from planner.model.fsdp_units import units_of
 from planner.model.stages import cut
 from planner.strategies.registry import known_strategies
@@ -124,3 +126,25 @@ def test_what_is_wrapped_together(order: tuple[int, ...], together: bool) -> Non
     mixed = {index: (replicate if "layers.2" in one.name else shard,) for index, one in enumerate(graph.operators)}
     sizes = [len(unit.operators) for unit in units_of(cut(graph), mixed)]
     assert sorted(sizes) == ([1, 1, 1, 2, 2] if together else [1] * 7)
+
+
+@pytest.mark.parametrize("strategy", ["shard", "shard_grad", "secondary_shard:2"])
+def test_each_call_is_gathered_for(strategy: str) -> None:
+    """By hand, where nothing overlaps: two calls more are two gathers with copies, and two back if nothing is kept."""
+    machine, latency_s, bandwidth = cluster(1, 4, overlaps=False), 20e-6, 10e9
+    seconds = []
+    for heads in (1, 3):
+        module = Drawn(0)
+        module.heads = heads
+        source = ModelSource(f"heads {heads}", lambda module=module: deepcopy(module), inputs, LENGTH)  # type: ignore[misc]
+        graph = trace_model(source)
+        plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=4)
+        seconds.append(open_plan(plan, graph, machine).prediction.time_by_term["exposed_communication_s"])
+    size_bytes = 4 * WIDTH * (WIDTH + 1)
+    gather_s, again_s = (
+        (ranks - 1) * latency_s + (ranks - 1) / ranks * size_bytes / bandwidth
+        for ranks in (4, 2 if "secondary" in strategy else 4)
+    )
+    copy_s = 2 * size_bytes / machine.device.memory_bytes_per_s.value  # is read and written
+    more_s = 0.0 if strategy == "shard_grad" else 2 * (gather_s + again_s + 2 * copy_s)
+    assert seconds[1] - seconds[0] == pytest.approx(more_s, rel=1e-6, abs=1e-12)
