@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.trace import elementwise
-from profiler.trace.known_values import Effects, KnownValues, effects_of, has_data
+from profiler.trace.known_values import Effects, KnownValues, computing, effects_of, has_data
 
 aten = torch.ops.aten
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -462,7 +462,8 @@ def _ctc_loss(
     if known is None:
         data.note("targets of ctc_loss are assumed to be as long as there is room, or all alike")
     wide = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // x.shape[1])
-    longest = wide if known is None else max(known.tolist())
+    with computing():
+        longest = wide if known is None else int(known.max())
     return x.new_empty(x.shape[1]), x.new_empty(x.shape[1], x.shape[0], 2 * longest + 1)
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from experts import STYLES, InTurn, Mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rehearsals import compare, plan_of
+from synthetic import cluster
 from test_trace_memory import predicted_peaks, tracked_peaks
 from thoroughness import THOROUGH, draws
 from torch import Tensor, nn
@@ -339,3 +341,5 @@ def test_a_loss_of_alignments_holds_what_it_does_on_real_tensors(lengths: str) -
     assert graph.calls[-1].saved_bytes.per_sample >= 4 * frames * (32 + 2 * labels + 1)
     for traced, tracked in zip(predicted_peaks(graph, 32), tracked_peaks(model, 32), strict=True):
         assert tracked <= traced <= 1.1 * tracked
+    plan = plan_of(graph, cluster(1, 2), {one.name: "shard" for one in graph.operators})
+    assert compare(plan, model, graph, cluster(1, 2), with_data=False).error >= -0.002  # lengths are read there, too
