@@ -35,7 +35,8 @@ from runtime.state import checkpoint, pretrained
 from runtime.state.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from runtime.state.torch_state_dict import watch_full_state_dicts
 from runtime.step.grad_norm import clip, total_norm
-from runtime.step.gradient_accumulation import Accumulation, naming_sharded_parameters
+from runtime.step.gradient_accumulation import Accumulation
+from runtime.step.ungathered_parameters import naming_sharded_parameters
 
 
 class OSDP(WrappedOnce):

@@ -1,24 +1,25 @@
 """What the runtime asks of autograd and functorch beyond what PyTorch documents; checked on torch 2.13."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 
 
-def before_backward(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """Have a function called before every backward of this process, by `backward` or `torch.autograd.grad`.
+def around_backward(context: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[None]]) -> None:
+    """Have every backward of this process, by `backward` or `torch.autograd.grad`, run in a context.
 
-    With the tensors that are differentiated, and `inputs`, those whose gradients alone are wanted.
+    It is given the tensors that are differentiated, and `inputs`, those whose gradients alone are wanted.
     """
     autograd = cast(Any, torch.autograd)
     run = autograd._engine_run_backward
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(args[0], args[4])
-        return run(*args, **kwargs)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context(args[0], args[4]):
+            return run(*args, **kwargs)
 
-    autograd._engine_run_backward = checked
+    autograd._engine_run_backward = within
 
 
 def in_backward() -> bool:

@@ -28,7 +28,6 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
     on_local_tensors             optimizers step DTensors one by one, and lists of them are dispatched slowly
-    before_backward              no public hook sees what `torch.autograd.grad` is asked for
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered

@@ -18,27 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from profiler.errors import OsdpError, first_line
+from profiler.errors import OsdpError
 from runtime.autograd_compat import in_backward, is_differentiated
 from runtime.local_shards import LocalShard
 from runtime.module_outputs import refuse_double_backward, tensors_in
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.torch_clipping import watch_clipping
+from runtime.step.ungathered_parameters import naming_sharded_parameters
 from runtime.step.unreachable_gradients import check_hooks, watch_gradients
-
-
-@contextmanager
-def naming_sharded_parameters() -> Iterator[None]:
-    """Raise OsdpError where a forward or another method computes with a parameter that is not gathered."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        what = "a parameter is used where it is not gathered: outside of the forward of the module that owns it"
-        advice = "call the module that owns it, or the model itself; or plan with the pin *=replicate in fp32"
-        raise OsdpError(what, got=first_line(error), expected="parameters used in forward", advice=advice) from error
 
 
 class Accumulation:

@@ -3,9 +3,12 @@
 torch.autograd.grad(loss, parameters)    would say that they are not in the graph, or return None for each
 parameter.register_hook(function)        would never be called
 (loss + parameter.norm()).backward()     would fail, as the norm is a DTensor and so are all gradients
+
+A backward of the model's own that computes with a sharded parameter is refused where it does (`ungathered_parameters`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -13,9 +16,10 @@ from weakref import WeakSet
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
-from runtime.autograd_compat import before_backward
+from runtime.autograd_compat import around_backward
 from runtime.sharded_model import ShardedModel
 from runtime.step.torch_clipping import ShardedGradients
+from runtime.step.ungathered_parameters import naming_sharded_parameters
 
 _models: WeakSet[Any] = WeakSet()
 
@@ -41,7 +45,14 @@ def check_hooks(model: ShardedModel) -> None:
 
 @cache
 def _watch() -> None:
-    before_backward(_check)
+    around_backward(_watched)
+
+
+@contextmanager
+def _watched(losses: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
+    _check(losses, inputs)
+    with naming_sharded_parameters(in_backward=True):
+        yield
 
 
 def _check(losses: Sequence[Any], inputs: Sequence[Any]) -> None:

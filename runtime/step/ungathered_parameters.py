@@ -1,0 +1,23 @@
+"""Says which use of a parameter found it sharded, where PyTorch only says that it got a DTensor."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from profiler.errors import OsdpError, first_line
+
+
+@contextmanager
+def naming_sharded_parameters(*, in_backward: bool = False) -> Iterator[None]:
+    """Raise OsdpError where a forward, a backward or another method computes with a parameter that is not gathered."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        what, expected = "outside of the forward of the module that owns it", "parameters used in forward"
+        if in_backward:  # of a reversible layer, or the adjoint of an ODE
+            what = "by a backward of the model's own that computes with it"
+            expected = "backwards that compute with what forward has saved, or call the module that owns it"
+        advice = "call the module that owns it, or the model itself; or plan with the pin *=replicate in fp32"
+        what = f"a parameter is used where it is not gathered: {what}"
+        raise OsdpError(what, got=first_line(error), expected=expected, advice=advice) from error
