@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 
 def around_backward(context: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[None]]) -> None:
@@ -25,6 +26,14 @@ def around_backward(context: Callable[[Sequence[Any], Sequence[Any]], AbstractCo
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def without_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that transforms of torch.func, such as vmap, have wrapped."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def is_differentiated() -> bool:

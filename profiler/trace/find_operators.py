@@ -31,9 +31,9 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
 
     `dtypes` are those that parameters rest in, by name; None: those that they have.
 
-    Parameters without dimensions (`logit_scale` of CLIP) belong to none: there is nothing to shard or to plan.  Of a
-    module whose trained parameters have several dtypes, neither do those that are not of the most frequent one: FSDP2
-    reduces gradients of one dtype together.  Nor do opaque ones.
+    Parameters without dimensions (`logit_scale` of CLIP) or elements belong to none: there is nothing to shard or to
+    plan.  Of a module whose trained parameters have several dtypes, neither do those that are not of the most frequent
+    one: FSDP2 reduces gradients of one dtype together.  Nor do opaque ones.
     """
     rested = {id(one): dtypes[name] if dtypes else one.dtype for name, one in root.named_parameters()}
     names = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -60,7 +60,8 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
 
 def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.Parameter]:
     """Return the parameters that a module owns and that can be in one unit; `dtypes` are by identity."""
-    own = [one for one in module._parameters.values() if one is not None and one.dim() and not is_opaque(one)]
+    own = [one for one in module._parameters.values() if one is not None and one.dim() and one.numel()]
+    own = [one for one in own if not is_opaque(one)]
     trained: Counter[torch.dtype] = Counter()
     for parameter in own:
         trained[dtypes[id(parameter)]] += parameter.numel() if parameter.requires_grad else 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from profiler.alias_outputs import outputs_aliased, wrappable
 from profiler.computed_attributes import computed_by_hooks, computed_forgotten, values_of
@@ -176,9 +177,17 @@ def _per_sample(part: Any, samples: int) -> Any:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Raise OsdpError for what is not a module, is lazy, or has no parameters."""
+    """Raise OsdpError for what is not a module in Python, is lazy, or has no parameters."""
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
+    for path, inner in module.named_modules():
+        if isinstance(inner, ScriptModule):
+            raise OsdpError(
+                f"{name} has a module that TorchScript has compiled",
+                got=f"`{path}`" if path else "the model itself",
+                expected="modules that take forward hooks",
+                advice="give OSDP the module as it was before torch.jit.script or torch.jit.trace",
+            )
     parameters = dict(module.named_parameters())
     for path, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):

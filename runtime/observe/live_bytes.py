@@ -43,6 +43,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from profiler.byte_sizes import allocated_bytes
 from profiler.fake_devices import DEVICE, device_of
 from profiler.loss_storage import keeps_storage, with_kept_storage
+from runtime.autograd_compat import without_transforms
 from runtime.strategies import offloaded_input
 from runtime.torch_compat import held_tensor
 
@@ -315,4 +316,4 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return held_tensor(tensor).untyped_storage()
+    return held_tensor(without_transforms(tensor)).untyped_storage()

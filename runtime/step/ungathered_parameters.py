@@ -12,6 +12,11 @@ def naming_sharded_parameters(*, in_backward: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "it must override the setup_context staticmethod" in str(error):  # FSDP2's and our hooks of inputs
+            what = "a layer that is sharded by itself runs under vmap or another transform of torch.func"
+            expected = "a layer of a block that is sharded whole"
+            advice = "pin the layers of its block to one strategy, as in blocks.*=shard, or all to *=replicate"
+            raise OsdpError(what, got=first_line(error), expected=expected, advice=advice) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         what, expected = "outside of the forward of the module that owns it", "parameters used in forward"
