@@ -58,7 +58,7 @@ class StagedUnit:
     is_reduced: bool
     """Whether it has gradients."""
     gathers_each_call: bool
-    """Whether it is one module, which is gathered and sharded again for each of its calls."""
+    """Whether it is one module that runs several times, and is gathered and sharded again each time."""
     reopens: int | None
     """The call before which it is gathered again, to stay so to its backward; None: there is none."""
 
@@ -172,8 +172,8 @@ def make_unit(
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
         launch_s=0.0 if is_outside_fsdp else frame.load.unit_launch_s(len(parameters)),
         is_reduced=graph.trains and any(parameter.trainable for parameter in parameters),
-        gathers_each_call=not (strategy.keeps_unsharded or (is_whole and block is not None))
-        and len(operators) == 1
+        gathers_each_call=len(calls) > len(operators) == 1
+        and not (strategy.keeps_unsharded or (is_whole and block is not None))
         and runs_often(graph, operators[0]),
         reopens=reopens,
     )

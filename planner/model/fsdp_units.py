@@ -92,6 +92,8 @@ def stage_units(model: StagedModel, stage: Stage, choices: Iterable[tuple[Strate
     units = join(model.graph, stage.operators, choices, model.slices)
     if len(units) == 1 and units[0].slice is None and stage.block is not None:
         return (replace(units[0], whole_block=stage.block),)
+    if not stage.repeats:
+        return units
     apart = list[Unit]()
     for unit in units:
         splits = len(unit.operators) > 1 and _stays_gathered(unit.operators, stage)

@@ -60,6 +60,12 @@ class Stage:
     """Whether there is anything to offload if it is recomputed (`Block.offloadable_bytes`)."""
 
     @cached_property
+    def repeats(self) -> bool:
+        """Whether any of its own operators runs several times."""
+        own = [call.operator for call in self.calls if call.operator in self.operators]
+        return len(own) > len(self.operators)
+
+    @cached_property
     def recomputations(self) -> tuple[Recompute, ...]:
         """What of it can run again in backward: more than nothing of a block that was seen to."""
         modes: Iterable[Recompute] = Recompute if self.block is not None else (Recompute.NOTHING,)

@@ -120,7 +120,8 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             separate = {place for place, _ in unregistered_tensors(module).values()}  # a copy's views have their own
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
         computed = computed_by_hooks(module)
-        made_with_it = {key: one for key, one in unregistered_tensors(module).items() if one[0] in separate}
+        found_now = unregistered_tensors(module) if separate else {}
+        made_with_it = {key: one for key, one in found_now.items() if one[0] in separate}
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         until_traced.enter_context(parameters_stay(source.name, module))
         containers = ContainersHanded(wrappable(module) if COMPUTE_DTYPE[precision] else ())
@@ -129,7 +130,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         with unregistered_reads(module) as read, mode:
             run = run_sizes(module, source, found, rested, device, sizes, computed)
             # What a forward has put in their place is counted where it makes it.
-            still_there = unregistered_tensors(module).keys() & made_with_it.keys()
+            still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
             held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
     passes = run.passes, run.recomputed, run.selective, run.apart, run.let_go

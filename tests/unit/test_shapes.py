@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from thoroughness import draws
 from torch import Tensor
 
+from profiler.recurrent_kernels import runs_on_onednn
 from profiler.trace.elementwise import Layout, elementwise
 from profiler.trace.op_cost import extent
 from profiler.trace.shapes import _RULES, predict
@@ -135,7 +136,10 @@ def batch_norms(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, lis
 
 
 def convolutions(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any], dict[str, Any]]]:
-    """Yield convolutions of images, their memory and that of weights in either format, sliced and transposed."""
+    """Yield convolutions of images, their memory and that of weights in either format, sliced and transposed.
+
+    Without oneDNN's kernels, as of bf16 on older CPUs, those of three dimensions are in rows whatever they are given.
+    """
     draw = Random(3)
 
     def laid_out(images: Tensor) -> Tensor:
@@ -155,7 +159,8 @@ def convolutions(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, li
         weight = torch.rand(*shape, *kernel).to(dtype)
         weight = laid_out(weight) if spatial > 1 and not transposed else weight
         bias = draw.choice((None, torch.rand(outputs).to(dtype)))
-        yield aten.convolution.default, [x, weight, bias, step, pad, reach, transposed, extra, groups], {}
+        if spatial < 3 or runs_on_onednn(dtype):
+            yield aten.convolution.default, [x, weight, bias, step, pad, reach, transposed, extra, groups], {}
 
 
 def attention(dtype: torch.dtype, form: str, key_heads: int = 3) -> list[Tensor]:
