@@ -296,9 +296,8 @@ class OSDP(WrappedOnce):
         if not self._is_of_model(name):
             super().__setattr__(name, value)
         elif name in self.module._parameters and isinstance(value, Tensor):
-            cast(dict[str, Any], self.module._parameters)[name] = (
-                value  # torch.func.functional_call gives plain tensors
-            )
+            # torch.func.functional_call gives plain tensors.
+            cast(dict[str, Any], self.module._parameters)[name] = value
         else:
             setattr(self.module, name, value)
 
@@ -308,7 +307,8 @@ class OSDP(WrappedOnce):
 
     def _is_of_model(self, name: str) -> bool:
         """Whether an attribute is the model's, or a new public one, which the model's forward may look for."""
-        is_own = name in (*vars(self), *WRITTEN, "module") or hasattr(type(self), name)
+        registered = [name for own in ("_parameters", "_buffers", "_modules") for name in vars(self).get(own, ())]
+        is_own = name in (*vars(self), *registered, *WRITTEN, "module") or hasattr(type(self), name)
         inner = vars(self).get("_modules", {}).get("module")
         return not is_own and inner is not None and (not name.startswith("_") or hasattr(inner, name))
 

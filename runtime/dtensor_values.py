@@ -44,15 +44,15 @@ def _write(tensor: DTensor, values: Tensor) -> None:
         values = values.redistribute(placements=tensor.placements)
     new, old = held_tensor(values), held_tensor(tensor)
     is_alike = isinstance(values, DTensor) and values.shape == tensor.shape
-    if not (is_alike and new.shape == old.shape and new.dtype == old.dtype):
+    if not (is_alike and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)):
         raise OsdpError(
             "these values cannot be the .data of a sharded parameter, gradient or state",
-            got=f"a {type(values).__name__} of {values.dtype} {tuple(values.shape)}",
-            expected=f"a DTensor of {tensor.dtype} {tuple(tensor.shape)} of which each rank holds the same part",
+            got=f"a {type(values).__name__} of {values.dtype} {tuple(values.shape)} on {new.device}",
+            expected=f"a DTensor of {tensor.dtype} {tuple(tensor.shape)} on {old.device}, laid out as this one",
             advice="compute them from the parameter itself, as p.data = 0.9 * p.data, or give whole tensors to "
             "model.load_state_dict(state, strict=False)",
         )
-    tensor._local_tensor = new.detach()
+    tensor._local_tensor = new.detach().contiguous()  # FSDP2 gathers it as a row
     cast(Any, tensor)._holds_another = True  # for `take_held`
 
 

@@ -431,7 +431,8 @@ def held_tensor(tensor: Tensor) -> Tensor:
 def take_held(module: FSDPModule) -> None:
     """Let a unit that is sharded gather what its parameters hold since somebody wrote to their `.data`."""
     for one in packed_parameters(module):
-        if one.sharded_param.__dict__.pop("_holds_another", False):
+        if getattr(one.sharded_param, "_holds_another", False):
+            one.sharded_param._holds_another = False
             one.reset_sharded_param()
 
 

@@ -10,6 +10,7 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
   What cuDNN keeps is not known: for CUDA the trace has the plain products of every step.
 - GRU, RNN and what is left of LSTM: a CPU multiplies the inputs of all steps at once (`profiler.recurrent_layers`).
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
+- batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much.
 - group norm: CPUs take images with their channels last as they are, others make a copy that is laid out in rows.
 """
 
@@ -20,9 +21,10 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
 from profiler.recurrent_layers import CELLS, recurrent
@@ -48,7 +50,9 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
         chosen["lstm.input"] = _lstm
     if device_type == "cuda":
         chosen["dropout"] = _masked_dropout
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    # What batch norm keeps is as large, whether ranks exchange its statistics or not; on a CPU they cannot.
+    alone = patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+    with torch.library._scoped_library("aten", "IMPL") as library, alone:
         for name, kernel in chosen.items():
             library.impl(name, kernel, key)
         yield

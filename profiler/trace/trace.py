@@ -124,7 +124,8 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         made_with_it = {key: one for key, one in found_now.items() if one[0] in separate}
         mode = training(module) if trains(module) else nullcontext()  # what is only run is in the mode it is run in
         until_traced.enter_context(parameters_stay(source.name, module))
-        containers = ContainersHanded(wrappable(module) if COMPUTE_DTYPE[precision] else ())
+        _check_hooks(source.name, module, wrapped := wrappable(module))
+        containers = ContainersHanded(wrapped if COMPUTE_DTYPE[precision] else ())
         for hooks in (outputs_aliased(module), inputs_cast(module, precision), containers.surrounding()):
             until_traced.enter_context(hooks)
         with unregistered_reads(module) as read, mode:
@@ -177,18 +178,23 @@ def _per_sample(part: Any, samples: int) -> Any:
     return part
 
 
+def _check_hooks(name: str, module: nn.Module, wrapped: Sequence[nn.Module]) -> None:
+    """Raise OsdpError if one of the modules that a plan may wrap takes no hooks."""
+    for inner in wrapped:
+        if isinstance(inner, ScriptModule):
+            path = next(path for path, one in module.named_modules() if one is inner)
+            raise OsdpError(
+                f"{name} has a module that TorchScript has compiled",
+                got=f"`{path}`" if path else "the model itself",
+                expected="layers that take forward hooks",
+                advice="give OSDP the module as it was before torch.jit.script or torch.jit.trace",
+            )
+
+
 def _check_module(name: str, module: nn.Module) -> None:
     """Raise OsdpError for what is not a module in Python, is lazy, or has no parameters."""
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
-    for path, inner in module.named_modules():
-        if isinstance(inner, ScriptModule):
-            raise OsdpError(
-                f"{name} has a module that TorchScript has compiled",
-                got=f"`{path}`" if path else "the model itself",
-                expected="modules that take forward hooks",
-                advice="give OSDP the module as it was before torch.jit.script or torch.jit.trace",
-            )
     parameters = dict(module.named_parameters())
     for path, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):

@@ -87,9 +87,7 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
         live = AllocationRecorder()
         short_rings = patch.object(ring_reduce_scatter, "end_after_one_step", True)
         tensors = _zeros_at_first() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
-        # What batch norm keeps is as large, whether ranks exchange its statistics or not; on a CPU they cannot.
-        alone = patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
-        with tensors, live, few_chunks(), short_rings, alone:
+        with tensors, live, few_chunks(), short_rings:
             with script.building():
                 model = script.build()
             sharded = apply_schedule(model, schedule, torch.device("cpu"))

@@ -51,7 +51,7 @@ class GlobalTensor:
         return GlobalTensor(self.shape, self.dtype, tuple((offsets, data.clone()) for offsets, data in self.parts))
 
     def cpu(self) -> GlobalTensor:
-        """Return it on the host, and itself if it is there, as tensors do."""
+        """Return it on the host."""
         return GlobalTensor(self.shape, self.dtype, tuple((offsets, data.cpu()) for offsets, data in self.parts))
 
     def gather(self, device: torch.device) -> Tensor:

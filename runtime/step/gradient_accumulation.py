@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
 from runtime.autograd_compat import in_backward, is_differentiated
@@ -210,11 +211,22 @@ class Accumulation:
             raise OsdpError(what, expected="a step after the backward", advice=advice)
         self._complete_reduction()
         if has_closure and self.sharded.finishes_in_optimizer_step:
-            what = "an optimizer's step cannot run a closure under odc, whose ranks synchronize before the step"
-            raise OsdpError(what, advice="run forward and backward before step(), or plan without odc")
+            self._refuse_closure()
         self.sharded.reshard()
         self.sharded.check_registered()
         self.finish_gradients()
+
+    def _refuse_closure(self) -> None:
+        """Raise OsdpError for the forwards and backwards that a closure would run amid a step."""
+        what, before = "an optimizer's step cannot run a closure", "run forward and backward before step()"
+        if any(unit.accumulates_apart for unit in self.sharded.units):
+            what += " under odc, whose ranks synchronize before the step"
+            raise OsdpError(what, advice=f"{before}, or plan without odc")
+        resting = self.sharded.resting.items()
+        whole = [name for name, one in resting if one.requires_grad and not isinstance(one, DTensor)]
+        what += " where every rank holds parameters whole outside of units, and averages their gradients first"
+        more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+        raise OsdpError(what, got=f"{whole[0]}{more}", advice=f"{before}, or plan with the pin *=replicate")
 
     def _complete_reduction(self) -> None:
         """Reduce what waits for a last micro-batch that does not come. Raises OsdpError if all were in `no_sync`."""

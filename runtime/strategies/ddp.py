@@ -66,10 +66,10 @@ class _Bucket:
         if self.work is not None:
             self.work.wait()
             self.flat.div_(dist.get_world_size())
-            for parameter in () if is_fake(self.flat) else self.absent:
-                view = self.views[parameter]
-                if view.any():  # other ranks have one
-                    parameter.grad = view.view_as(view)
+            absent = [] if is_fake(self.flat) else self.absent
+            others = torch.stack([self.views[one].any() for one in absent]).tolist() if absent else []
+            for parameter, is_there in zip(absent, others, strict=True):  # other ranks have one
+                parameter.grad = self.views[parameter].view_as(parameter) if is_there else None
         self.reset()
 
 

@@ -3,9 +3,8 @@
 Those that no unit can hold, whatever the plan says (without dimensions, or of another dtype than the others of their
 module), and replicated units of which nothing is trained: these are neither copied nor gathered.
 
-Gradients are averaged over ranks all at once, when the backward of a step's last micro-batch ends; beside `odc`, whose
-ranks run backwards apart, in the optimizer's step or before they are clipped.  Averaging twice changes nothing.  What
-was frozen may be trained later.
+Gradients are averaged over ranks all at once, in the optimizer's step or before they are clipped.  Averaging twice
+changes nothing.  What was frozen may be trained later.
 """
 
 from collections.abc import Sequence
@@ -32,8 +31,7 @@ class UnshardedParameters(WrappedUnit):
             if parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
         self.parameters = self.computing = parameters
-        self.is_reduced_by_ddp, self.is_last = context.schedule.by_ddp, True
-        self.waits_for_step = any(unit.strategy.spec.one_sided for unit in context.schedule.units)
+        self.is_reduced_by_ddp = context.schedule.by_ddp
         context.ignored.update(parameters)
 
     @property
@@ -42,35 +40,17 @@ class UnshardedParameters(WrappedUnit):
         return [] if self.is_reduced_by_ddp else [one for one in self.parameters if one.requires_grad]
 
     @property
-    def reduces_in_last_backward(self) -> bool:  # type: ignore[override]
-        return bool(self.reduced) and not self.waits_for_step
-
-    @property
     def finishes_in_optimizer_step(self) -> bool:  # type: ignore[override]
-        return bool(self.reduced) and self.waits_for_step
-
-    def set_requires_all_reduce(self, required: bool) -> None:
-        self.is_last = required
-
-    def end_backward(self) -> None:
-        if self.is_last:
-            self.complete_reduction()
-
-    def complete_reduction(self) -> None:
-        if self.reduces_in_last_backward:
-            self._average()
+        return bool(self.reduced)
 
     def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
         return local_shard(origin, parameter, self.replicas)
 
     def finish_gradients(self, micro_batches: int) -> float:
-        if self.finishes_in_optimizer_step:
-            self._average()
-        return 1.0
-
-    def _average(self) -> None:
         """Average the gradients; a rank without one, of layers that it left out, counts as zero."""
         parameters = self.reduced
+        if not parameters:
+            return 1.0
         own = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32)
         has_gradient = on_device(own, self.device)
         dist.all_reduce(has_gradient)
@@ -84,6 +64,7 @@ class UnshardedParameters(WrappedUnit):
             dist.all_reduce(torch.view_as_real(total) if dtype.is_complex else total)
             for one, part in zip(members, torch.split(total, [one.numel() for one in members]), strict=True):
                 one.grad = (part / self.replicas).to(one.dtype).view(one.shape)
+        return 1.0
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -55,8 +55,9 @@ def mean_of(ranks: Sequence[int], loss: Callable[[Tensor], Tensor], number: int)
 
 
 def finish(model: Any) -> None:
-    """Complete gradients before they are read, as is needed under odc and in a step that is shorter than planned."""
-    if hasattr(model, "plan") and (model.plan.accumulation > 1 or "odc:2" in model.plan.choices.values()):
+    """Complete gradients before they are read, as is needed under odc, in a step that is shorter than planned, and of
+    parameters that every rank holds whole."""
+    if hasattr(model, "plan"):
         model.finish_gradients()
 
 
