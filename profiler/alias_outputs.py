@@ -7,7 +7,8 @@ memory and version counter, and to autograd no view.  Without, backward would al
 
 Of a *leaf* that needs a gradient, as a loss of `torch.zeros(1, requires_grad=True)` is that a block returns beside its
 output, autograd runs the hooks before anything else that is due: parameters would be gathered long before the backward
-of their module.  An alias has its turn when the module has.
+of their module.  An alias has its turn when the module has.  Of a parameter of the module, or a part of one, the memory
+is freed as the forward ends: a copy is returned.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def _needs_alias(tensor: Tensor) -> bool:
 
 
 def _alias(module: nn.Module, view: Tensor) -> Tensor:
-    """Return the same memory, as no view."""
+    """Return the same memory, as no view; of a parameter, which is sharded again after the forward, a copy."""
+    if isinstance(view if view._base is None else view._base, nn.Parameter):
+        return view.clone()
     # What a linear layer returns is a view of a product that nobody else holds, unless another hook saw it, and needs
     # no common version counter then.  Python would take longer for an alias than for all else of such a layer.
     is_held_here_alone = type(module).forward is nn.Linear.forward and len(module._forward_hooks) == 1

@@ -91,6 +91,8 @@ class Accumulation:
 
         Raises OsdpError if that takes a collective call, or gradients that it does not clear.
         """
+        if self._in_backward and not in_backward():  # it failed, and the loop goes on without this batch
+            self.discard()
         if not (self._waits_apart or (self.done and self.once_per_step)):
             return
         cleared = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
