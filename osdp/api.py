@@ -307,7 +307,7 @@ class OSDP(WrappedOnce):
 
     def _is_of_model(self, name: str) -> bool:
         """Whether an attribute is the model's, or a new public one, which the model's forward may look for."""
-        registered = [name for own in ("_parameters", "_buffers", "_modules") for name in vars(self).get(own, ())]
+        registered = [one for table in ("_parameters", "_buffers", "_modules") for one in vars(self).get(table, ())]
         is_own = name in (*vars(self), *registered, *WRITTEN, "module") or hasattr(type(self), name)
         inner = vars(self).get("_modules", {}).get("module")
         return not is_own and inner is not None and (not name.startswith("_") or hasattr(inner, name))

@@ -192,7 +192,7 @@ def _check_hooks(name: str, module: nn.Module, wrapped: Sequence[nn.Module]) -> 
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Raise OsdpError for what is not a module in Python, is lazy, or has no parameters."""
+    """Raise OsdpError for what is not a module, is lazy, or has no parameters."""
     if not isinstance(module, nn.Module):
         raise OsdpError(f"{name}: build() did not return a module", got=type(module).__name__, expected="an nn.Module")
     parameters = dict(module.named_parameters())

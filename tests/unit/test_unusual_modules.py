@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ensembles import LENGTH, WIDTH, Between, Ensemble
 from rehearsals import compare, plan_of
 from synthetic import cluster
 from torch import Tensor, nn
-from torch.func import functional_call
 from toys import refusal
 
 from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
-
-WIDTH, LENGTH = 32, 64
 
 
 class Normed(nn.Module):
@@ -29,21 +27,6 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2)
         return y
-
-
-class Ensemble(nn.Module):
-    """The mean of three layers that run at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parameters = {
-            name: torch.stack([one.get_parameter(name) for one in self.layers]) for name in ("weight", "bias")
-        }
-        y: Tensor = torch.vmap(lambda one: functional_call(self.layers[0], one, (x,)))(parameters).mean(0)
-        return x + y
 
 
 class Empty(nn.Module):
@@ -70,25 +53,8 @@ class Scripted(nn.Module):
         return y
 
 
-class Stack(nn.Module):
-    """Two blocks between linear layers."""
-
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).pow(2).mean()
-        return loss
-
-
 def traced(block: Callable[[], nn.Module]) -> tuple[ModelSource, ModelGraph]:
-    inputs = lambda _, batch: ((torch.randn(batch, LENGTH, WIDTH),), {})  # noqa: E731
-    source = ModelSource("unusual", lambda: Stack(block), inputs, LENGTH)
+    source = ModelSource("unusual", lambda: Between(block), lambda model, batch: model.example_inputs(batch), LENGTH)
     return source, trace_model(source)
 
 
