@@ -7,11 +7,13 @@ backward is over, from the first of its calls to run back.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_graph import ModelGraph
@@ -64,9 +66,11 @@ def traced(again: str) -> tuple[ModelSource, ModelGraph]:
     return source, trace_model(source)
 
 
-@pytest.mark.parametrize("again", ["after", "between", "of all"])
-@pytest.mark.parametrize("strategy", ["shard", "owner", "group_shard:2", "secondary_shard:2", "shard_grad"])
-@pytest.mark.parametrize("recomputed", [(), ("blocks.1",)], ids=["kept", "recomputed"])
+STRATEGIES = ("shard", "owner", "group_shard:2", "secondary_shard:2", "shard_grad")
+CASES = [*product(("after", "between", "of all"), STRATEGIES, ((), ("blocks.1",)))]
+
+
+@pytest.mark.parametrize(("again", "strategy", "recomputed"), some(CASES, 3))
 def test_it_stays_unsharded(again: str, strategy: str, recomputed: tuple[str, ...]) -> None:
     (source, graph), machine = traced(again), cluster(2, 2)
     choices = {one.name: strategy for one in graph.operators}

@@ -8,12 +8,13 @@ backward; and the first layer of all begins where nothing is live but inputs.
 from __future__ import annotations
 
 from functools import cache
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_graph import ModelGraph
@@ -111,9 +112,9 @@ STRATEGIES = ("shard", "shard_grad", "group_shard:2", "secondary_shard:2")
 WIDE_LAYERS = ("up", "down", "squeeze", "right.0")
 
 
-@pytest.mark.parametrize("block", [Scaled, Fire, Nested])
-@pytest.mark.parametrize("how", ["whole", "selective"])
-@pytest.mark.parametrize("micro_batch", [2, 64])
+@pytest.mark.parametrize(
+    ("block", "how", "micro_batch"), some([*product([Scaled, Fire, Nested], ["whole", "selective"], [2, 64])], 3)
+)
 def test_units_that_are_unlike(block: type[nn.Module], how: str, micro_batch: int) -> None:
     """Wide layers, or the first, have one strategy, the rest another.  What is taken up selectively is bounded."""
     (source, graph), machine = traced(block), cluster(1, 4)

@@ -43,7 +43,7 @@ class Model(nn.Module):
         return self.head(y).logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("number", range(draws(8, 60)))
+@pytest.mark.parametrize("number", range(draws(4, 60)))
 def test_slices_hold_what_is_predicted(number: int) -> None:
     draw, holds = Random(f"slices {number}"), HOLDS[number % len(HOLDS)]
     sizes = draw.randint(2, 4), draw.choice([2, 4])
