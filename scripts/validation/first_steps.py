@@ -1,7 +1,7 @@
 """What torchrun starts: `-m validation.first_steps DEVICE MODEL RESULT STRATEGY ...` trains two steps under each.
 
 Rank 0 writes the losses to RESULT as JSON, and on a GPU what is left of it when this process has a context, and what
-the communicator takes with its first collective, beside what PyTorch's allocator has.
+the communicator takes with its first collective, beside what PyTorch's allocator has; these before it trains already.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def main() -> None:
         if device_type == "cuda":
             torch.cuda.synchronize()
             found["communicator_bytes"] = before - free_bytes()
+        if ranks.rank == 0:
+            Path(result).write_text(json.dumps(found))
         found["losses"] = {strategy: train(strategy, model, ranks) for strategy in strategies}
         gc.collect()
     if ranks.rank == 0:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from profiler.trace.trace import trace_model
 from validation.bounds import judged
 from validation.check import Finding, Place
 from validation.first_steps import CLUSTER
-from validation.processes import command_output
+from validation.processes import command_output, end_commands
 from validation.steps import uniform_view
 
 TIMEOUT_S = 80.0
@@ -30,14 +33,26 @@ def torchrun(ranks: int, *command: str) -> list[str]:
 
 
 def one_rank(place: Place) -> Finding:
-    """Train by DistributedDataParallel's way and by FSDP2 with offload at world size 1, and verify a plan there."""
+    """Train by DistributedDataParallel's way and by FSDP2 with offload at world size 1, and verify a plan there.
+
+    Both run at once, but a context and a communicator are measured before the second process has any.
+    """
     figures: dict[str, Any] = {}
     before = 0 if place.is_dry else _free_with_own_context()
-    complaints = steps(place, 1, ("replicate", "replicate+offload"), figures)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            training = pool.submit(steps, place, 1, ("replicate", "replicate+offload"), figures)
+            plans = write_plans(place, 1, ("replicate",))
+            while not (training.done() or _result(place).exists()):
+                time.sleep(0.1)
+            complaints = verified(place, 1, plans, figures)
+            complaints += training.result()
+        except BaseException:
+            end_commands()
+            raise
     if "free_with_context_bytes" in figures:
         figures["context_bytes"] = before - figures.pop("free_with_context_bytes")
     figures["assumed_bytes"] = _assumed()
-    complaints += verified(place, 1, ("replicate",), figures)
     told = "context and communicator have no bytes in a dry run" if place.is_dry else _sizes(figures)
     return judged(told, complaints, figures)
 
@@ -48,18 +63,19 @@ def several_ranks(place: Place) -> Finding:
     others = () if place.is_dry else ("shard", "odc_ordered:2", "owner")
     strategies = ("replicate", "odc:2", "shard+offload", *others)
     complaints = steps(place, 2, strategies, figures)
-    complaints += verified(place, 2, ("shard",) if place.is_dry else ("replicate", "shard", "odc:2"), figures)
+    plans = write_plans(place, 2, ("shard",) if place.is_dry else ("replicate", "shard", "odc:2"))
+    complaints += verified(place, 2, plans, figures)
     return judged(f"{len(figures.get('losses', ()))} strategies trained", complaints, figures)
 
 
 def steps(place: Place, ranks: int, strategies: Sequence[str], figures: dict[str, Any]) -> list[str]:
     """Run `first_steps.py`, add what it found to the figures and return complaints."""
-    result = place.scratch / "first-steps.json"
+    result = _result(place)
     model = "gpt2-tiny" if place.is_dry else "gpt2"
     status, output = command_output(
         torchrun(ranks, "-m", "validation.first_steps", place.device, model, str(result), *strategies), TIMEOUT_S
     )
-    if status or not result.exists():
+    if status:
         return [f"first_steps.py ended with {status}: {output[-2000:]}"]
     figures |= json.loads(result.read_text())
     return unlike(figures["losses"])
@@ -76,14 +92,19 @@ def unlike(losses: dict[str, list[float]]) -> list[str]:
     return complaints
 
 
-def verified(place: Place, ranks: int, strategies: Sequence[str], figures: dict[str, Any]) -> list[str]:
-    """Run `osdp verify` on a plan of each strategy; return complaints."""
-    complaints = []
-    model = "gpt2-tiny" if place.is_dry else "gpt2-medium"
-    graph = trace_model(load_model(model), "fp32", "cuda")
-    for strategy in strategies:
-        path = place.scratch / f"{strategy.replace(':', '-')}.yaml"
+def write_plans(place: Place, ranks: int, strategies: Sequence[str]) -> dict[str, Path]:
+    """Write a plan of each strategy; return where."""
+    graph = trace_model(load_model("gpt2-tiny" if place.is_dry else "gpt2-medium"), "fp32", "cuda")
+    paths = {strategy: place.scratch / f"{strategy.replace(':', '-')}.yaml" for strategy in strategies}
+    for strategy, path in paths.items():
         write_plan(path, uniform_view(graph, CLUSTER, ranks, strategy, 2, "adam").plan)
+    return paths
+
+
+def verified(place: Place, ranks: int, plans: Mapping[str, Path], figures: dict[str, Any]) -> list[str]:
+    """Run `osdp verify` on plans, by strategy; return complaints."""
+    complaints = []
+    for strategy, path in plans.items():
         verify = ("-m", "osdp", "verify", str(path), "--json", "--device", "fake" if place.is_dry else "cuda")
         # A dry run makes a process group of its own.
         command = [sys.executable, *verify] if place.is_dry else torchrun(ranks, *verify)
@@ -93,6 +114,11 @@ def verified(place: Place, ranks: int, strategies: Sequence[str], figures: dict[
         if found := _object_in(output):
             figures[f"verify_{strategy}"] = {name: found[name] for name in ("error", "tracked_peak_bytes", "how")}
     return complaints
+
+
+def _result(place: Place) -> Path:
+    """Return where `first_steps.py` writes what it measured, as soon as it has, and again once it has trained."""
+    return place.scratch / "first-steps.json"
 
 
 def _object_in(output: str) -> dict[str, Any]:

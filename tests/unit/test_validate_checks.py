@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,10 @@ import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-from validation import allocator, memory, within_a_limit  # noqa: E402
+from validation import allocator, memory, ranks, within_a_limit  # noqa: E402
 from validation.bounds import judged, outside  # noqa: E402
 from validation.check import Finding, Place, skipped  # noqa: E402
 from validation.profile_and_step import said_of  # noqa: E402
-from validation.ranks import unlike  # noqa: E402
 from validation.several_gpus import judged_pulls, throughputs  # noqa: E402
 from validation.steps import covered  # noqa: E402
 from validation.within_a_limit import found_in  # noqa: E402
@@ -225,12 +226,40 @@ def test_a_gpu_that_waits_is_told() -> None:
 # --- several ranks
 
 
+def test_a_plan_is_verified_beside_training_once_a_context_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, order = threading.Event(), list[str]()
+
+    def steps(place: Place, number: int, strategies: tuple[str, ...], figures: dict[str, Any]) -> list[str]:
+        time.sleep(0.3)
+        order.append("measured")
+        (place.scratch / "first-steps.json").write_text("{}")
+        assert may_end.wait(30.0)
+        order.append("trained")
+        return ["of training"]
+
+    def verified(place: Place, number: int, plans: dict[str, Path], figures: dict[str, Any]) -> list[str]:
+        order.append("verified")
+        may_end.set()
+        return ["of a plan"]
+
+    monkeypatch.setattr(ranks, "steps", steps)
+    monkeypatch.setattr(ranks, "write_plans", lambda *_: {})
+    monkeypatch.setattr(ranks, "verified", verified)
+    found = ranks.one_rank(replace(DRY, scratch=tmp_path))
+    assert order == ["measured", "verified", "trained"]
+    assert not found.passed
+    assert "of a plan" in found.told
+    assert "of training" in found.told
+
+
 def test_losses_that_differ_or_do_not_sink_are_named() -> None:
     good = [5.0, 4.0]
-    assert unlike({"shard": good, "odc": [5.00001, 4.0]}) == []
-    assert len(unlike({"shard": good, "odc": [5.01, 4.0]})) == 1
-    assert len(unlike({"shard": [5.0, 5.0]})) == 1
-    assert len(unlike({"shard": [math.nan, math.nan]})) == 1
+    assert ranks.unlike({"shard": good, "odc": [5.00001, 4.0]}) == []
+    assert len(ranks.unlike({"shard": good, "odc": [5.01, 4.0]})) == 1
+    assert len(ranks.unlike({"shard": [5.0, 5.0]})) == 1
+    assert len(ranks.unlike({"shard": [math.nan, math.nan]})) == 1
 
 
 @pytest.mark.parametrize("changed", [{"pull_s": 1.1}, {"gemm_beside_pulls_s": 1.11}, {"is_right": False}])
