@@ -123,6 +123,21 @@ def test_what_is_left_to_fill_in_is_noticed() -> None:
     assert unfilled("# A page\n\nTABLE\n\n```\nHELLO\n```\n") == ["TABLE"]
 
 
+def torn(text: str) -> list[str]:
+    """Return the first lines of what looks like tables, outside of code, and has no head."""
+    tables = re.findall(r"(?:^\|.*\n?)+", FENCE.sub("", text), re.M)
+    return [lines[0] for lines in map(str.splitlines, tables) if not re.fullmatch(r"[|: -]+", "".join(lines[1:2]))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(CHECKOUT)))
+def test_no_table_is_torn(document: Path) -> None:
+    assert torn(document.read_text()) == []
+
+
+def test_a_torn_table_is_noticed() -> None:
+    assert torn("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n") == ["| 3 | 4 |"]
+
+
 def test_what_is_there_is_found() -> None:
     text = (
         "[a](docs/planner.md#the-space) [b](https://example.org/none.md) `profiler/errors.py` "
