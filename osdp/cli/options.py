@@ -91,7 +91,11 @@ GpusPerNode = Annotated[
 ]
 Mem = Annotated[str | None, Option(help=MEM_HELP)]
 Headroom = Annotated[
-    str | None, Option(help="Memory to leave unused: 512MB, or 5% of the limit. Default: 1.5% on GPUs, for fragments.")
+    str | None,
+    Option(
+        help="Memory to leave unused: 512MB, or 5% of the limit. Default: on GPUs 1.5%, for fragments, or 15% where a "
+        "step is faster for it."
+    ),
 ]
 Pins = Annotated[list[str] | None, Option(metavar="PATTERN=CHOICE", help=PIN_HELP)]
 Batch = Annotated[
