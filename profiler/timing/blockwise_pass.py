@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs
 from profiler.timing.stopwatch import Clock, Stopwatch
-from profiler.trace.autograd_order import next_number, number_of
+from profiler.trace.autograd_order import next_number, number_of, without_own_node
 from profiler.trace.metered_pass import find_loss, replaced_forwards
 
 
@@ -226,7 +226,7 @@ class _Saved:
             # A storage that dies leaves its address to others.
             self._seen[address] = weakref.ref(storage, lambda dead: self._forget(address, dead))
             self.bytes[self._run.entry] += storage.nbytes()
-        return tensor
+        return without_own_node(tensor)
 
     def _forget(self, address: int, dead: weakref.ref[torch.UntypedStorage]) -> None:
         if self._seen.get(address) is dead:

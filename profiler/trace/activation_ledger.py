@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.trace.autograd_order import is_in_function, next_number, running_number
+from profiler.trace.autograd_order import is_in_function, next_number, running_number, without_own_node
 from profiler.trace.call_records import CallRecord, Ending, Execution, Opening
 from profiler.trace.live_storage import NO_CHARGE, NOBODY, Charge, LiveStorage
 
@@ -447,16 +447,15 @@ class Ledger:
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note that autograd keeps the tensor; a pack hook for `saved_tensors_hooks`."""
-        if self.in_backward:
-            return tensor
-        if self.block is not None:
-            self.executions[self.block].saves = True
         with torch._C.DisableTorchFunction():  # autograd calls this below the modes of the model
-            storage = self.live.get(tensor.untyped_storage()._cdata)
+            storage = None if self.in_backward else self.live.get(tensor.untyped_storage()._cdata)
+            handed_on = without_own_node(tensor)
+        if self.block is not None and not self.in_backward:
+            self.executions[self.block].saves = True
         if storage is not None and self.block not in storage.savers:
             # The node that saves was made just before, and may precede the op that starts its call.
             self._saves.append((storage, next_number() - 1, self.block))
-        return tensor
+        return handed_on
 
     def attribute_saves(self) -> None:
         """Note the calls whose nodes saved what was saved since the last op."""

@@ -7,24 +7,38 @@ else.  Written for torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
-
-def next_number() -> int:
-    """Return the number that the next autograd node of this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Returns the number that the next autograd node of this thread will get. Torch's own, as it runs often."""
 
 
 def number_of(node: Node) -> int:
     """Return a node's number; of nodes that only add a gradient to a parameter, more than `next_number` returns."""
-    return int(node._sequence_nr())
+    number: int = node._sequence_nr()
+    return number
 
 
 def running_number() -> int | None:
     """Return the number of the node whose backward runs in this thread, or None outside of any."""
     node = torch._C._current_autograd_node()
-    return None if node is None else number_of(node)
+    return None if node is None else node._sequence_nr()
+
+
+def without_own_node(tensor: Tensor) -> Tensor:
+    """Return a tensor that a node is about to save, detached if it is what the node's own operation returns.
+
+    A hook that hands on such a one, as `exp` saves, makes a cycle of the tensor and its node, which torch itself
+    avoids: it lives on, and with it all that the nodes before it save, where no backward reaches the node.
+    """
+    node = tensor.grad_fn
+    if node is None or node._sequence_nr() != next_number() - 1:
+        return tensor
+    return tensor.detach()
 
 
 def is_in_function() -> bool:

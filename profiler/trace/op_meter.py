@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -56,11 +56,14 @@ Memo = dict[tuple[Any, ...], Known]
 """By op and description of its arguments (`_read`)."""
 
 
-def _modules_around(path: str) -> Iterator[str]:
-    """Yield the paths of the modules that a module is in, the root's last."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
+def _modules_around(paths: Iterable[str]) -> set[str]:
+    """Return the paths of the modules that others are in."""
+    found = set[str]()
+    for path in paths:
+        around = path
+        while around and (around := around.rpartition(".")[0]) not in found:
+            found.add(around)
+    return found
 
 
 class Meter(UncompiledMode):
@@ -99,7 +102,7 @@ class Meter(UncompiledMode):
         named = dict(module.named_parameters())
         self._parameters = [[named[name] for name in group.parameters] for group in groups]
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
-        self._around = {around for path in self._operators if path for around in _modules_around(path)}
+        self._around = _modules_around(self._operators)
         """Paths of the modules that have operators inside."""
         self._blocks = blocks
         self._memo = memo
@@ -194,7 +197,7 @@ class Meter(UncompiledMode):
         The runtime gathers its parameters before that forward, and shards them after it, whoever reads them between.
         """
         ledger = self.ledger
-        if not ledger.in_backward:
+        if self._entered is not None and not ledger.in_backward:  # else a copy of its buffers has begun it
             ledger.begin(operator, next_number())
             self._entered = None
         out = inner(*args, **kwargs)
