@@ -416,9 +416,13 @@ class Ledger:
         return tuple(storage for storage in self.live.values() if storage.producer != NOBODY)
 
     def kept(self) -> tuple[LiveStorage, ...]:
-        """Return what the model holds on to that the step made or read; it may hold more, of steps of other sizes."""
-        read = [one for one in self.live.values() if one.producer == NOBODY and one.key in self._held and one.is_read]
-        return (*self.made(), *read)
+        """Return what the model holds on to from step to step; it may hold more, of steps of other sizes.
+
+        A step of another size finds nothing in a cache, and makes its own: then only what it read is as old.
+        """
+        made = self.made()
+        held = [one for one in self.live.values() if one.producer == NOBODY and one.key in self._held]
+        return (*made, *(one for one in held if one.is_read or not made))
 
     def _allocate(self, untyped: torch.UntypedStorage, producer: int) -> None:
         storage = LiveStorage(untyped, self._release)

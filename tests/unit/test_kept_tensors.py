@@ -13,6 +13,7 @@ from profiler.trace.trace import trace_model
 
 WIDTH = 64
 MICRO_BATCH = 8
+CACHES, CHANGED = ("once", "for each size", "for the last size"), ("replaced", "averaged")
 
 
 class Keeper(nn.Module):
@@ -30,10 +31,19 @@ class Keeper(nn.Module):
             if "mask" not in self.kept:
                 self.kept["mask"] = torch.rand(x.shape[1], WIDTH)
             x = x * self.kept["mask"]
-        elif self.how == "for each size":
+        elif self.how in ("for each size", "for the last size"):
             if x.shape not in self.kept:
+                if "last" in self.how:
+                    self.kept.clear()
                 self.kept[x.shape] = torch.rand(x.shape)
             x = x * self.kept[x.shape]
+        elif self.how in ("once, unread", "for each size, unread", "for the last size, unread"):
+            # Like positions of an image, cached by its shape, of which another head than this one's makes use.
+            shape = x.shape[1:] if self.how.startswith("once") else x.shape
+            if shape not in self.kept:
+                if "last" in self.how:
+                    self.kept.clear()
+                self.kept[shape] = torch.rand(*shape, 4)
         for block in self.blocks:
             x = block(x)
         wide = torch.relu(self.wide(x))
@@ -47,7 +57,7 @@ class Keeper(nn.Module):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("how", ["nothing", "once", "for each size", "replaced", "averaged"])
+@pytest.mark.parametrize("how", ["nothing", *(f"{how}{read}" for how in CACHES for read in ("", ", unread")), *CHANGED])
 def test_what_a_model_keeps_is_counted(how: str, recomputes: bool) -> None:
     model = source(lambda: Keeper(how), (16, WIDTH))
     graph = trace_model(model)
