@@ -26,7 +26,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathered                     no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
-    uneven_dtensor               `DTensor.from_local` moves its tensor to the mesh's device
+    uneven_dtensor, placed       `DTensor.from_local` moves its tensor to the mesh's device
     on_local_tensors             optimizers step DTensors one by one, and lists of them are dispatched slowly
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
@@ -52,7 +52,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _python_dispatch
@@ -417,9 +417,13 @@ def uneven_dtensor(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTenso
     They share them along the mesh's last dimension, and are replicas of each other along another.
     `local` stays where it is, as with FSDP2: parameters rest on the host and the mesh is of GPUs.
     """
+    return placed(local, mesh, [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)], shape)
+
+
+def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Return a DTensor of which this rank holds `local`, which stays where it is."""
     stride = torch.empty(shape, device="meta").stride()
-    placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return cast(Any, DTensor)(local, spec, requires_grad=False)  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,95 @@
+"""Whole tensors and the rows of them that a DTensor holds on this rank, also where ranks share rows unevenly.
+
+A parameter that one rank owns is a DTensor of which this rank holds all or nothing, whatever its placements say
+(`torch_compat.uneven_dtensor`), so that torch's `full_tensor` and `redistribute` do not know which rows it has.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from runtime.torch_compat import held_tensor, placed
+
+
+def _shared_dim(tensor: DTensor) -> int | None:
+    """Return the mesh dimension along which ranks share rows, if it is one and nothing else is shared."""
+    others = [index for index, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
+    return others[0] if len(others) == 1 and type(tensor.placements[others[0]]) is Shard else None
+
+
+def is_whole(tensor: DTensor) -> bool:
+    """Return whether every rank holds the whole."""
+    return all(isinstance(one, Replicate) for one in tensor.placements)
+
+
+def has_padding(tensor: DTensor) -> bool:
+    """Return whether ranks cannot all have equally many rows."""
+    dim = _shared_dim(tensor)
+    along = 0 if dim is None else tensor.placements[dim].dim  # type: ignore[attr-defined]
+    return dim is not None and tensor.size(along) % tensor.device_mesh.size(dim) > 0
+
+
+def is_uneven(tensor: DTensor) -> bool:
+    """Return whether this rank has other rows than the placements say: of a parameter with one owner."""
+    local, mesh, dim = held_tensor(tensor), tensor.device_mesh, _shared_dim(tensor)
+    if dim is None:
+        return False
+    along = tensor.placements[dim].dim  # type: ignore[attr-defined]
+    each = -(-tensor.size(along) // mesh.size(dim))
+    rows: int = min(each, max(0, tensor.size(along) - each * mesh.get_local_rank(dim)))
+    return bool(local.size(along) != rows)
+
+
+def replicated(whole: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor on the mesh of another of which every rank has the whole."""
+    return placed(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, whole.shape)
+
+
+def own_rows(tensor: DTensor, whole: Tensor) -> Tensor:
+    """Return what this rank holds of a whole tensor that is laid out as a DTensor is, a view where that can be."""
+    local, mesh = held_tensor(tensor), tensor.device_mesh
+    if is_whole(tensor):
+        return whole
+    dim = _shared_dim(tensor)
+    if dim is None:
+        return replicated(whole, tensor).redistribute(placements=tensor.placements).to_local()
+    along = tensor.placements[dim].dim  # type: ignore[attr-defined]
+    count = whole.size(along)
+    rows = local.size(along) if local.numel() else 0
+    rank = mesh.get_local_rank(dim)
+    start = 0 if rows == count else min(-(-count // mesh.size(dim)) * rank, count)
+    return whole.narrow(along, min(start, count - rows), rows)
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, a copy, where its rows rest; a plain tensor itself. A collective call."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, dim = held_tensor(tensor), _shared_dim(tensor)
+    if is_whole(tensor):
+        return local.detach().clone()
+    if dim is None:
+        return cast(DTensor, tensor.detach()).full_tensor()
+    mesh = tensor.device_mesh
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
+    rows = own_rows(tensor, whole)
+    if rows.numel():
+        rows.copy_(local)
+    # One rank has each byte, and the others zero.
+    dist.all_reduce(whole.reshape(-1).view(torch.uint8), op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return whole.to(local.device)
+
+
+@torch.no_grad()
+def write_whole(tensor: DTensor, whole: Tensor) -> None:
+    """Let a DTensor have the values of a whole tensor."""
+    local, rows = held_tensor(tensor), own_rows(tensor, whole)
+    if rows.numel():
+        local.copy_(rows.reshape(local.shape))
+    torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,235 @@
+"""Lets writes into DTensors reach them, as they reach plain tensors, where torch (2.13) loses or refuses them.
+
+    weight[0] = 0, weight[:n] *= 2        a part along the sharded dimension is a copy: what is written to it is lost
+    weight.data[padding].zero_()          the same
+    weight[mask] = other[mask]            refused, as is `weight[:, 0] = 0`
+    weight.copy_(whole)                   refused, though every rank has the whole of the other
+    weight.normal_()                      on CPU ranks with one seed all draw the same rows
+
+Here in-place methods take plain tensors for whole ones, of which each rank writes its rows; a part that is a copy
+writes what it gets back into what it is a part of, a collective call; and random numbers are drawn for the whole, as
+one process draws them.  Only where no gradient is recorded: autograd itself refuses such writes to parameters.
+
+Random numbers on GPUs are left to torch, whose DTensors draw them for the whole there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from profiler.errors import OsdpError
+from runtime.dtensor_rows import gathered, has_padding, is_uneven, is_whole, own_rows, replicated, write_whole
+from runtime.torch_compat import held_tensor
+
+Method = Callable[..., Any]
+
+VIEWS = (
+    *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal"),
+    *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "t", "transpose", "permute"),
+)
+"""Methods that return views of plain tensors."""
+ELEMENTWISE = (
+    *("copy_", "add_", "sub_", "mul_", "div_", "pow_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
+    *("clamp_", "clamp_min_", "clamp_max_", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+)
+"""Methods that write each element by those of others in its place."""
+ALONE = (
+    "zero_",
+    "fill_",
+    "neg_",
+    "abs_",
+    "sqrt_",
+    "exp_",
+    "log_",
+    "sign_",
+    "tanh_",
+    "sigmoid_",
+    "relu_",
+    "nan_to_num_",
+)
+"""Methods that write each element by itself."""
+WHOLE = (
+    *("__setitem__", "fill_diagonal_", "tril_", "triu_", "index_fill_", "index_copy_", "index_add_", "index_put_"),
+    *("scatter_", "scatter_add_", "masked_scatter_", "renorm_"),
+)
+"""Methods that write by an element's place, or by other elements."""
+RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+
+
+class Part(DTensor):
+    """A copy of a part of a DTensor, `root`, which has what is written to this: `view` finds it in the whole root."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        """Itself."""
+        return self
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.copy_(values)
+
+
+@cache
+def follow_writes() -> None:
+    """Let every DTensor of this process do so."""
+    methods = {name: getattr(Tensor, name) for name in (*VIEWS, *ELEMENTWISE, *ALONE, *WHOLE, *RANDOM)}
+    for name in VIEWS:
+        setattr(DTensor, name, _viewing(methods[name], name))
+    for names, writing in ((ELEMENTWISE, _writing_rows), (WHOLE, _writing_whole), (RANDOM, _drawing)):
+        for name in names:
+            setattr(DTensor, name, writing(methods[name]))
+    for name in (*ELEMENTWISE, *ALONE, *WHOLE, *RANDOM):
+        setattr(Part, name, _writing_back(methods[name]))
+    setattr(DTensor, "view_as", _view_as)  # noqa: B010
+    setattr(Part, "detach", _viewing(Tensor.detach, "detach"))  # noqa: B010
+
+
+def _is_left(tensor: DTensor, *others: Any) -> bool:
+    """Whether a call is left to torch: of a class of somebody's, compiled, or differentiated."""
+    return (
+        type(tensor) is not DTensor
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any(one.requires_grad for one in (tensor, *others) if isinstance(one, Tensor)))
+    )
+
+
+def _viewing(by_torch: Method, name: str) -> Method:
+    """Return a method of DTensors for one that returns views: where torch makes copies, parts."""
+
+    @wraps(by_torch)
+    def view(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not Part and _is_left(self):
+            if type(self) is DTensor and is_uneven(self) and _needs_others(name, self, args):
+                what = "a part of a parameter that one rank owns has no gradient"
+                advice = "read it under torch.no_grad(), or plan with another pin than owner, such as *=shard"
+                raise OsdpError(what, got=name, expected="parameters used in forward", advice=advice)
+            return by_torch(self, *args, **kwargs)
+        if _needs_others(name, self, args):
+            args = tree_map_only(DTensor, gathered, args)
+            whole = by_torch(gathered(self), *args, **kwargs)
+            found = tree_map_only(Tensor, partial(replicated, like=self), whole)
+        else:
+            found = by_torch(self, *args, **kwargs)
+        if isinstance(found, Tensor):
+            return _part_of(self, found, lambda whole: by_torch(whole, *args, **kwargs))
+
+        def view_of(index: int) -> Callable[[Tensor], Tensor]:
+            return lambda whole: by_torch(whole, *args, **kwargs)[index]
+
+        return type(found)(_part_of(self, one, view_of(index)) for index, one in enumerate(found))
+
+    return view
+
+
+def _view_as(self: DTensor, other: Tensor) -> Tensor:
+    """Return a view of another's shape: a plain one, for a plain tensor, as the `.data` of that cannot be a DTensor."""
+    found = self.view(other.shape)
+    return found if isinstance(other, DTensor) or not is_whole(self) else held_tensor(found)
+
+
+def _needs_others(name: str, tensor: DTensor, args: tuple[Any, ...]) -> bool:
+    """Return whether a view needs rows of other ranks that torch does not get."""
+    if name in ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "diagonal"):
+        return is_uneven(tensor) or any(isinstance(one, Tensor) for one in tree_leaves(args))
+    if name in ("view", "reshape", "flatten", "unflatten"):
+        return is_uneven(tensor) or has_padding(tensor)
+    return name == "unbind" and not is_whole(tensor)
+
+
+def _part_of(parent: DTensor, found: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    """Make a part of what torch has returned for a view, unless it is one."""
+    is_part = type(parent) is Part
+    if type(found) is not DTensor or not (is_part or _is_copy(found, parent)):
+        return found
+    made, of_parent = cast(Any, found), cast(Any, parent)
+    made.__class__ = Part
+    made.root = of_parent.root if is_part else parent
+    made.view_of = (lambda whole: view(of_parent.view_of(whole))) if is_part else view
+    return found
+
+
+def _is_copy(found: DTensor, parent: DTensor) -> bool:
+    memory = held_tensor(found).untyped_storage()
+    return bool(memory._cdata != held_tensor(parent).untyped_storage()._cdata)
+
+
+def _writing_rows(by_torch: Method) -> Method:
+    """Return a method that writes element by element, also by plain tensors, of which it takes this rank's rows."""
+
+    @wraps(by_torch)
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        others = (*args, *kwargs.values())
+        whole = any(isinstance(one, Tensor) and not isinstance(one, DTensor) and one.dim() for one in others)
+        if not whole or _is_left(self, *others):
+            return by_torch(self, *args, **kwargs)
+
+        def rows(one: Tensor) -> Tensor:
+            if isinstance(one, DTensor):
+                alike = one.placements == self.placements and one.device_mesh == self.device_mesh
+                if alike and one.shape == self.shape:
+                    return held_tensor(one)
+                one = gathered(one)
+            local = held_tensor(self)
+            one = own_rows(self, one.expand(self.shape)).reshape(local.shape) if one.dim() else one
+            return one.to(local.device)
+
+        by_torch(held_tensor(self), *tree_map_only(Tensor, rows, args), **tree_map_only(Tensor, rows, kwargs))
+        torch.autograd.graph.increment_version(self)
+        return self
+
+    return write
+
+
+def _writing_whole(by_torch: Method) -> Method:
+    """Return a method that writes to the whole, and keeps this rank's rows of it."""
+
+    @wraps(by_torch)
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_left(self, *tree_leaves((args, kwargs))):
+            return by_torch(self, *args, **kwargs)
+        values = gathered(self)
+        by_torch(values, *tree_map_only(Tensor, gathered, args), **tree_map_only(Tensor, gathered, kwargs))
+        write_whole(self, values)
+        return self
+
+    return write
+
+
+def _drawing(by_torch: Method) -> Method:
+    """Return a method that draws random numbers for the whole."""
+
+    @wraps(by_torch)
+    def draw(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_left(self) or self.device_mesh.device_type != "cpu":
+            return by_torch(self, *args, **kwargs)
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        by_torch(whole, *tree_map_only(Tensor, gathered, args), **kwargs)
+        write_whole(self, whole)
+        return self
+
+    return draw
+
+
+def _writing_back(by_torch: Method) -> Method:
+    """Return a method of a part that writes to it and to what it is a part of."""
+
+    @wraps(by_torch)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = gathered(self)
+        by_torch(values, *tree_map_only(Tensor, gathered, args), **tree_map_only(Tensor, gathered, kwargs))
+        write_whole(self, values)
+        whole = gathered(self.root)
+        self.view_of(whole).copy_(values)
+        write_whole(self.root, whole)
+        return self
+
+    return write

@@ -1,0 +1,68 @@
+"""Writes to parts of DTensors, and of whole tensors to them, do what they do to plain tensors."""
+
+from __future__ import annotations
+
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from runtime.dtensor_rows import gathered
+from runtime.dtensor_values import follow_values
+from runtime.torch_compat import uneven_dtensor
+
+WRITES = (
+    *("p[0].zero_()", "p[0] = 0.", "p[-1] = q[0]", "p[0] *= 2", "p[1:3] = 0.", "p[1:3].zero_()", "p[:2] = q[:2]"),
+    *("p[1:] -= 1", "p[p > 5] = 0.", "p[w > 50] = q[w > 50]", "p[m] = q[m]", "p[m] = w[m]", "p[[0, 0]] = 1."),
+    *("p[:, 1] = 0.", "p[:, 1].zero_()", "p[0, 1] = 0.", "p[0, 1].add_(5)", "p[0][2] = 7.", "p[:2][0].fill_(3.)"),
+    *("p[0].detach().zero_()", "p.data[0].data.zero_()", "r = p[0]; r += 1; r.sub_(3)", "p[...] = w", "p[:] = 0."),
+    *("p.masked_fill_(w > 50, 0.)", "p.chunk(2)[0].zero_()", "p.split(2)[0].mul_(2)", "p.unbind(0)[0].zero_()"),
+    *("p.view(-1)[:3].zero_()", "p.flatten()[:2].zero_()", "p.reshape(-1).mul_(3)", "p.t()[0].zero_()"),
+    *("p.t()[:, 0].zero_()", "p.narrow(0, 0, 1).zero_()", "p.select(0, 0).zero_()", "p.diagonal().zero_()"),
+    *("p.unsqueeze(0)[0, 0].zero_()", "p.fill_diagonal_(0.)", "p.tril_()", "p.index_fill_(0, torch.tensor([0]), 0.)"),
+    *("p.copy_(w)", "p.data.copy_(w)", "p.add_(w, alpha=2)", "p.mul_(w[0])", "p.lerp_(w, 0.5)", "p += w"),
+    *("p[0].copy_(w[-1])", "p.addcmul_(q, w, value=2.)", "p.clamp_(max=w)", "p.mul_(p.max())"),
+    *("p.sub_(p.min())", "p.div_(p.abs().max())", "p.sub_(p.mean())", "nn.init.zeros_(p[0])"),
+    *("p.normal_()", "p.add_(torch.randn_like(p))", "p.uniform_(-1, 1); p[0].normal_()", "p.bernoulli_(0.5)"),
+    *("nn.init.trunc_normal_(p)", "p.mul_(torch.rand_like(p))", "nn.init.kaiming_uniform_(p)"),
+    "nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector([p, q]), [p, q])",
+)
+"""Statements on parameters p and q of some rows, a plain tensor w of their shape and a mask m of rows."""
+
+
+def written(code: str, p: Tensor, q: Tensor, w: Tensor) -> None:
+    """Run a statement."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        exec(code, {"torch": torch, "nn": nn}, {"p": p, "q": q, "w": w, "m": torch.arange(len(w)) % 2 == 0})
+
+
+def write(rank: int) -> list[str]:
+    """Return which statements write something else to DTensors than to plain tensors."""
+    follow_values()
+    mesh, wrong = init_device_mesh("cpu", (2,)), list[str]()
+
+    def sharded(whole: Tensor) -> Tensor:
+        return distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
+
+    def owned(whole: Tensor) -> Tensor:
+        return uneven_dtensor(whole.clone() if rank == 1 else whole[:0].clone(), mesh, whole.shape)
+
+    def replicated(whole: Tensor) -> Tensor:
+        return distribute_tensor(whole.clone(), mesh, [Replicate()], src_data_rank=None)
+
+    for rows in (4, 3, 1):  # of one, rank 1 has none
+        whole = torch.arange(1.0, 6 * rows + 1).view(rows, 6)
+        for lay_out in (sharded, owned, replicated):
+            for code in WRITES:
+                p, other = whole.clone(), lay_out(whole)
+                written(code, p, 10 * whole, 7 * whole)
+                written(code, other, lay_out(10 * whole), 7 * whole)
+                if not torch.allclose(gathered(other), p, rtol=1e-6):
+                    wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
+    return wrong
+
+
+def test_what_is_written_to_a_part_of_a_dtensor_reaches_it() -> None:
+    assert run_ranks(write, 2) == [[], []]
