@@ -35,7 +35,7 @@ from runtime.module_outputs import refuse_double_backward_through
 from runtime.own_gpu import own_gpu
 from runtime.parameter_places import registered_buffers
 from runtime.registered_parameters import RegisteredParameters
-from runtime.replaced_parameters import check_gradient_hooks, refuse_reads, replace_references
+from runtime.replaced_parameters import check_gradient_hooks, refuse_assigning, refuse_reads, replace_references
 from runtime.schedule import Schedule, ScheduledUnit
 from runtime.sharded_model import ShardedModel, WrappedUnit
 from runtime.strategies import ddp, unsharded
@@ -102,6 +102,7 @@ def apply_schedule(
     replace_references(model, names)
     sharded.replaced = [reference for reference in originals if id(reference()) not in kept]
     refuse_reads(sharded.replaced)
+    refuse_assigning(model)
     return sharded
 
 

@@ -79,3 +79,19 @@ def refuse_reads(replaced: Iterable[weakref.ref[nn.Parameter]]) -> None:
         parameter = reference()
         if type(parameter) is nn.Parameter:
             parameter.__class__ = ReplacedParameter
+
+
+def refuse_assigning(model: nn.Module) -> None:
+    """Have parts of a model refuse `load_state_dict(state, assign=True)`, as the model does."""
+    for module in model.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_refuse_assigning)  # type: ignore[no-untyped-call]
+
+
+def _refuse_assigning(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
+    given = [name for name in module._parameters if prefix + name in state]
+    if given and local_metadata.get("assign_to_params_buffers"):
+        what, advice = "load_state_dict cannot assign to a sharded model", "leave assign out: values are copied"
+        raise OsdpError(what, got=f"assign=True for {prefix}{given[0]}", advice=advice)

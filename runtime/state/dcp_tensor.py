@@ -8,7 +8,7 @@ does for any number of parts, anywhere.  Parts that several ranks hold are writt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from profiler.errors import OsdpError
+
 Part = tuple[tuple[int, ...], Tensor]
 """Where a part starts in the whole tensor, and its data."""
+
+
+class NoTensorError(OsdpError, AttributeError):
+    """Says that parts are used as a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +68,19 @@ class GlobalTensor:
         # All ranks that have a byte have the same, and the others zero.
         dist.all_reduce(full.reshape(-1).view(torch.uint8), op=dist.ReduceOp.MAX)
         return full
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise for what tensors have and this has not: an AttributeError too, for whoever asks whether it has."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        what = "a value of a sharded state dict is no tensor: one rank owns the parameter, or its layer is split"
+        advice = "use model.full_state_dict(rank0_only=False), or osdp.averaging.AveragedParameters(model) for averages"
+        raise NoTensorError(what, got=f".{name} of {self}", advice=advice)
+
+    def _compute(self, *_: object) -> NoReturn:
+        self.__getattr__("+, -, * or /")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _compute
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{tuple(data.shape)} at {offsets}" for offsets, data in self.parts)

@@ -145,7 +145,9 @@ def load_state_dict(
     if strict and (missing or unexpected):
         got = f"unknown names {', '.join(unexpected[:5])}" if unexpected else f"{len(state)} names"
         expected = f"also {', '.join(missing[:5])}" if missing else "only names of the model"
-        raise OsdpError("the state dict is not of this model", got=got, expected=expected)
+        wrapped = unexpected and all(name.startswith("module.") for name in unexpected)
+        advice = "load {name.removeprefix('module.'): value for name, value in state.items()}" if wrapped else ""
+        raise OsdpError("the state dict is not of this model", got=got, expected=expected, advice=advice)
     shapes = {name: shards[0].shape for name, shards in by_name.items()}
     shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
     for name, shape in shapes.items():

@@ -130,7 +130,7 @@ class Accumulation:
         """Run the model's forward, prepared for the backward that follows where there can be one."""
         if not torch.is_grad_enabled():
             return self.infer(self.sharded.module, *args, **kwargs)
-        if self._in_backward:
+        if self._in_backward and not in_backward():  # it failed; else a checkpoint around the model runs it again
             self.discard()
         check_hooks(self.sharded)
         self._check_registered()

@@ -38,6 +38,9 @@ class ShardedGradients(Protocol):
         """Whether the gradients of the step so far are complete."""
 
 
+COMPLETED = (
+    "call model.clip_grad_norm_(max_norm), which completes them first, or model.finish_gradients() on all ranks before"
+)
 _models: WeakSet[Any] = WeakSet()
 
 
@@ -65,7 +68,7 @@ def _replace() -> None:
             shards = [shard for shard in model.local_shards if id(shard.parameter.grad) in given]
             if not model.is_reduced and (shards or not tensors):
                 what = "torch.nn.utils.clip_grad_norm_ was called before gradients are reduced over all ranks"
-                raise OsdpError(what, advice="call model.clip_grad_norm_(max_norm), which completes them first")
+                raise OsdpError(what, advice=COMPLETED)
             if _is_sharded(shards):
                 if len(shards) < len(tensors):
                     got = f"{len(tensors)} gradients, of which {len(shards)} are the model's"

@@ -24,5 +24,6 @@ def naming_sharded_parameters(*, in_backward: bool = False) -> Iterator[None]:
             what = "by a backward of the model's own that computes with it"
             expected = "backwards that compute with what forward has saved, or call the module that owns it"
         advice = "call the module that owns it, or the model itself; or plan with the pin *=replicate in fp32"
+        advice += ", or, where frozen parameters follow trained ones, with *=shard"
         what = f"a parameter is used where it is not gathered: {what}"
         raise OsdpError(what, got=first_line(error), expected=expected, advice=advice) from error
