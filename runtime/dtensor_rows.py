@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from runtime.torch_compat import held_tensor, placed
 
 
-def _shared_dim(tensor: DTensor) -> int | None:
+def shared_dim(tensor: DTensor) -> int | None:
     """Return the mesh dimension along which ranks share rows, if it is one and nothing else is shared."""
     others = [index for index, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
     return others[0] if len(others) == 1 and type(tensor.placements[others[0]]) is Shard else None
@@ -29,14 +29,14 @@ def is_whole(tensor: DTensor) -> bool:
 
 def has_padding(tensor: DTensor) -> bool:
     """Return whether ranks cannot all have equally many rows."""
-    dim = _shared_dim(tensor)
+    dim = shared_dim(tensor)
     along = 0 if dim is None else tensor.placements[dim].dim  # type: ignore[attr-defined]
     return dim is not None and tensor.size(along) % tensor.device_mesh.size(dim) > 0
 
 
 def is_uneven(tensor: DTensor) -> bool:
     """Return whether this rank has other rows than the placements say: of a parameter with one owner."""
-    local, mesh, dim = held_tensor(tensor), tensor.device_mesh, _shared_dim(tensor)
+    local, mesh, dim = held_tensor(tensor), tensor.device_mesh, shared_dim(tensor)
     if dim is None:
         return False
     along = tensor.placements[dim].dim  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def own_rows(tensor: DTensor, whole: Tensor) -> Tensor:
     local, mesh = held_tensor(tensor), tensor.device_mesh
     if is_whole(tensor):
         return whole
-    dim = _shared_dim(tensor)
+    dim = shared_dim(tensor)
     if dim is None:
         return replicated(whole, tensor).redistribute(placements=tensor.placements).to_local()
     along = tensor.placements[dim].dim  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def gathered(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, a copy, where its rows rest; a plain tensor itself. A collective call."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local, dim = held_tensor(tensor), _shared_dim(tensor)
+    local, dim = held_tensor(tensor), shared_dim(tensor)
     if is_whole(tensor):
         return local.detach().clone()
     if dim is None:

@@ -3,15 +3,12 @@
     parameter.data = values        the DTensor keeps what it holds on this rank: the values are lost
     gradient.data = values         the same
     teacher.data.mul_(0.9)         counts as no change of a frozen parameter, so that nobody publishes it anew (`odc`)
-    gradient.norm().item()         the norm of this rank's part
-    gradient.max(), .mean()        fails on a rank that holds nothing, for which the others wait
     torch.randn_like(gradient)     on CPU ranks with one seed the same rows on each
 
 Here the first two let the DTensor hold what `values` hold, memory included, as of plain tensors; where FSDP2 has kept
 the memory from before, `FullyShardedUnit.reshard` has it take the new.  The third counts as `teacher.detach().mul_`
-does; of what is trained, ranks find out when they step, also if one of them made the change alone.  The fourth is the
-norm of the whole, a collective call, as are maxima; and random numbers are those that one process draws.  Writes to
-parts are in `dtensor_writes`.
+does; of what is trained, ranks find out when they step, also if one of them made the change alone.  Random numbers are
+those that one process draws.  Norms and other numbers are in `dtensor_numbers`, writes to parts in `dtensor_writes`.
 """
 
 from functools import cache
@@ -19,9 +16,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.dtensor_numbers import numbers
 from runtime.dtensor_rows import is_whole, own_rows, write_whole
 from runtime.dtensor_writes import follow_writes
 from runtime.torch_compat import held_tensor, placed
@@ -34,8 +32,7 @@ def follow_values() -> None:
     """Let every DTensor of this process do so."""
     follow_writes()
     handlers = cast(Any, DTensor)._op_dispatcher._custom_op_handlers
-    handlers[aten._local_scalar_dense.default] = _item
-    handlers |= {aten.max.default: _extreme, aten.min.default: _extreme, aten.mean.default: _mean}
+    handlers |= numbers()
     if not torch.accelerator.is_available():  # whose DTensors torch draws for the whole
         handlers |= {aten.randn_like.default: _draw, aten.rand_like.default: _draw}
     by_torch = torch.Tensor.data
@@ -70,46 +67,6 @@ def _write(tensor: DTensor, values: Tensor) -> None:
         )
     tensor._local_tensor = new.detach().contiguous()  # FSDP2 gathers it as a row
     cast(Any, tensor)._holds_another = True  # for `take_held`
-
-
-def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> object:
-    """Reduce what is a part on each rank, such as a sum, before `item()`, `float()` and `bool()`."""
-    return op(held_tensor(_added_up(args[0])))
-
-
-def _extreme(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> DTensor:
-    """Return the largest or the smallest element, also where a rank has none."""
-    tensor, is_max = _added_up(args[0]), op is aten.max.default
-    local = held_tensor(tensor)
-    if local.numel() == 0 and tensor.numel():
-        neutral = _range_of(tensor.dtype)[0 if is_max else 1]
-        local = torch.full((1,), neutral, dtype=tensor.dtype, device=local.device)
-    return _reduced(op(local), tensor, "max" if is_max else "min")
-
-
-def _mean(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> DTensor:
-    """Return the mean, also where ranks share rows in another way than placements say."""
-    tensor = _added_up(args[0])
-    return _reduced(held_tensor(tensor).sum(**kwargs) / tensor.numel(), tensor, "sum")
-
-
-def _reduced(part: Tensor, tensor: DTensor, kind: str) -> DTensor:
-    """Return the number that comes of a rank's part of a tensor."""
-    placements = [one if one.is_replicate() else Partial(kind) for one in tensor.placements]
-    return placed(part, tensor.device_mesh, placements, torch.Size())
-
-
-def _added_up(tensor: DTensor) -> DTensor:
-    """Return a tensor of which no rank has a summand."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    return tensor
-
-
-def _range_of(dtype: torch.dtype) -> tuple[Any, Any]:
-    if dtype.is_floating_point:
-        return -torch.inf, torch.inf
-    return (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _draw(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> DTensor:

@@ -1,7 +1,10 @@
-"""Writes to parts of DTensors, and of whole tensors to them, do what they do to plain tensors."""
+"""Writes to parts of DTensors, and of whole tensors to them, and numbers of DTensors: as of plain tensors."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -30,6 +33,18 @@ WRITES = (
 )
 """Statements on parameters p and q of some rows, a plain tensor w of their shape and a mask m of rows."""
 
+NUMBERS = (
+    *("p.norm()", "p.norm() + q.norm()", "torch.stack([p.norm(), q.norm()]).sum()", "p.norm(dim=0).sum()", "p.norm(1)"),
+    *("torch.cat([p.norm().view(1), q.norm().view(1)]).sum()", "torch.linalg.vector_norm(p, dim=0).max()", "p.norm(3)"),
+    *("p.norm(math.inf)", "p.norm(-math.inf)", "p.norm(0)", "p.norm(math.inf, dim=0).sum()", "p.norm(dim=1).sum()"),
+    *("p.norm(dim=1, keepdim=True).sum()", "p.norm(dim=(0, 1), keepdim=True).sum()", "p.norm(dim=-2).norm()"),
+    *("(p > 15).any().float()", "(p > 99).any().float()", "(p > 0).all().float()", "(p > 9).all().float()"),
+    *("p.max()", "p.min() + 1", "-p.max()", "p.max() - p.min()", "torch.stack([p.max(), q.max()]).sum()"),
+    *("p.mean()", "p.mean() + q.mean()", "p.sum() * 2", "(p > 3).sum()", "(p > 3).float().mean()", "p.isnan().any()"),
+    *("p.norm().clamp(max=3)", "p.norm().mul_(2)", "max(p.norm(), q.norm())", "p[0].norm()", "p[-1].mean()"),
+)
+"""Numbers of parameters p and q."""
+
 
 def written(code: str, p: Tensor, q: Tensor, w: Tensor) -> None:
     """Run a statement."""
@@ -38,8 +53,14 @@ def written(code: str, p: Tensor, q: Tensor, w: Tensor) -> None:
         exec(code, {"torch": torch, "nn": nn}, {"p": p, "q": q, "w": w, "m": torch.arange(len(w)) % 2 == 0})
 
 
+def number(code: str, p: Tensor, q: Tensor) -> float:
+    """Return a number of parameters."""
+    with torch.no_grad():
+        return float(eval(code, {"torch": torch, "math": math}, {"p": p, "q": q}))
+
+
 def write(rank: int) -> list[str]:
-    """Return which statements write something else to DTensors than to plain tensors."""
+    """Return which statements and numbers are others of DTensors than of plain tensors."""
     follow_values()
     mesh, wrong = init_device_mesh("cpu", (2,)), list[str]()
 
@@ -61,8 +82,12 @@ def write(rank: int) -> list[str]:
                 written(code, other, lay_out(10 * whole), 7 * whole)
                 if not torch.allclose(gathered(other), p, rtol=1e-6):
                     wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
+            for code in NUMBERS:
+                found = number(code, lay_out(whole), lay_out(5 - whole))
+                if found != pytest.approx(number(code, whole, 5 - whole), rel=1e-6):
+                    wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
     return wrong
 
 
-def test_what_is_written_to_a_part_of_a_dtensor_reaches_it() -> None:
+def test_parts_and_numbers_of_dtensors_are_those_of_plain_tensors() -> None:
     assert run_ranks(write, 2) == [[], []]
