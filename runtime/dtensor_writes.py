@@ -168,8 +168,7 @@ def _writing_rows(by_torch: Method) -> Method:
     @wraps(by_torch)
     def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         others = (*args, *kwargs.values())
-        whole = any(isinstance(one, Tensor) and not isinstance(one, DTensor) and one.dim() for one in others)
-        if not whole or _is_left(self, *others):
+        if not any(_is_whole_beside(self, one) for one in others) or _is_left(self, *others):
             return by_torch(self, *args, **kwargs)
 
         def rows(one: Tensor) -> Tensor:
@@ -187,6 +186,13 @@ def _writing_rows(by_torch: Method) -> Method:
         return self
 
     return write
+
+
+def _is_whole_beside(tensor: DTensor, other: Any) -> bool:
+    """Whether an argument is whole, other than a number, and the DTensor that it is to be written to is in parts."""
+    if not isinstance(other, Tensor) or other.dim() == 0:
+        return False
+    return not isinstance(other, DTensor) or (is_whole(other) and not is_whole(tensor))
 
 
 def _writing_whole(by_torch: Method) -> Method:

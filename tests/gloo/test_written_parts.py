@@ -27,6 +27,7 @@ WRITES = (
     *("p.copy_(w)", "p.data.copy_(w)", "p.add_(w, alpha=2)", "p.mul_(w[0])", "p.lerp_(w, 0.5)", "p += w"),
     *("p[0].copy_(w[-1])", "p.addcmul_(q, w, value=2.)", "p.clamp_(max=w)", "p.mul_(p.max())"),
     *("p.sub_(p.min())", "p.div_(p.abs().max())", "p.sub_(p.mean())", "nn.init.zeros_(p[0])"),
+    *("p.div_(p.norm(dim=0, keepdim=True))", "p.div_(p.norm(dim=1, keepdim=True))", "p[:1].copy_(q[-1:])"),
     *("p.normal_()", "p.add_(torch.randn_like(p))", "p.uniform_(-1, 1); p[0].normal_()", "p.bernoulli_(0.5)"),
     *("nn.init.trunc_normal_(p)", "p.mul_(torch.rand_like(p))", "nn.init.kaiming_uniform_(p)"),
     "nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector([p, q]), [p, q])",
