@@ -26,6 +26,7 @@ aten = torch.ops.aten
 OF_WHOLE = (
     *(aten.var.correction, aten.std.correction, aten.prod.default, aten.median.default, aten.histc.default),
     *(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.topk.default, aten.kthvalue.default),
+    aten.count_nonzero.default,
 )
 """What is computed of a gathered tensor."""
 

@@ -35,7 +35,10 @@ def has_padding(tensor: DTensor) -> bool:
 
 
 def is_uneven(tensor: DTensor) -> bool:
-    """Return whether this rank has other rows than the placements say: of a parameter with one owner."""
+    """Return whether this rank has other rows than the placements say: of a parameter with one owner.
+
+    Where they say that some ranks have none, those may see nothing of it: see `may_be_uneven`.
+    """
     local, mesh, dim = held_tensor(tensor), tensor.device_mesh, shared_dim(tensor)
     if dim is None:
         return False
@@ -43,6 +46,17 @@ def is_uneven(tensor: DTensor) -> bool:
     each = -(-tensor.size(along) // mesh.size(dim))
     rows: int = min(each, max(0, tensor.size(along) - each * mesh.get_local_rank(dim)))
     return bool(local.size(along) != rows)
+
+
+def may_be_uneven(tensor: DTensor) -> bool:
+    """Return whether ranks share rows unevenly, or may: the same on all ranks, without asking."""
+    mesh, dim = tensor.device_mesh, shared_dim(tensor)
+    if dim is None:
+        return False
+    along: int = tensor.placements[dim].dim  # type: ignore[attr-defined]
+    size = tensor.size(along)
+    is_some_empty = -(-size // mesh.size(dim)) * (mesh.size(dim) - 1) >= size
+    return is_some_empty or is_uneven(tensor)
 
 
 def replicated(whole: Tensor, like: DTensor) -> DTensor:

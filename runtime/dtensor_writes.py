@@ -25,7 +25,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.errors import OsdpError
-from runtime.dtensor_rows import gathered, has_padding, is_uneven, is_whole, own_rows, replicated, write_whole
+from runtime.dtensor_rows import (
+    gathered,
+    has_padding,
+    is_uneven,
+    is_whole,
+    may_be_uneven,
+    own_rows,
+    replicated,
+    write_whole,
+)
 from runtime.torch_compat import held_tensor
 
 Method = Callable[..., Any]
@@ -139,9 +148,9 @@ def _view_as(self: DTensor, other: Tensor) -> Tensor:
 def _needs_others(name: str, tensor: DTensor, args: tuple[Any, ...]) -> bool:
     """Return whether a view needs rows of other ranks that torch does not get."""
     if name in ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "diagonal"):
-        return is_uneven(tensor) or any(isinstance(one, Tensor) for one in tree_leaves(args))
+        return may_be_uneven(tensor) or any(isinstance(one, Tensor) for one in tree_leaves(args))
     if name in ("view", "reshape", "flatten", "unflatten"):
-        return is_uneven(tensor) or has_padding(tensor)
+        return may_be_uneven(tensor) or has_padding(tensor)
     return name == "unbind" and not is_whole(tensor)
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
+from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -72,32 +73,36 @@ def number(code: str, p: Tensor, q: Tensor) -> float:
 def write(rank: int) -> list[str]:
     """Return which statements and numbers are others of DTensors than of plain tensors."""
     follow_values()
-    mesh, wrong = init_device_mesh("cpu", (2,)), list[str]()
+    mesh, groups, wrong = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2)), list[str]()
 
     def sharded(whole: Tensor) -> Tensor:
         return distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
 
+    def sharded_in_groups(whole: Tensor) -> Tensor:
+        return distribute_tensor(whole.clone(), groups, [Replicate(), Shard(0)], src_data_rank=None)
+
     def owned(whole: Tensor) -> Tensor:
-        return uneven_dtensor(whole.clone() if rank == 1 else whole[:0].clone(), mesh, whole.shape)
+        return uneven_dtensor(whole.clone() if rank == 2 else whole[:0].clone(), mesh, whole.shape)
 
     def replicated(whole: Tensor) -> Tensor:
         return distribute_tensor(whole.clone(), mesh, [Replicate()], src_data_rank=None)
 
-    for rows in (4, 3, 1):  # of one, rank 1 has none
+    layouts = (5, sharded), (1, sharded), (5, owned), (4, sharded_in_groups)
+    more = (4, sharded), (1, sharded_in_groups), (1, owned), (4, replicated)
+    for rows, lay_out in (*layouts, *(more if THOROUGH else ())):  # rank 3 has none of five rows
         whole = torch.arange(1.0, 6 * rows + 1).view(rows, 6)
-        for lay_out in (sharded, owned, replicated):
-            for code in WRITES:
-                p, other = whole.clone(), lay_out(whole)
-                written(code, p, 10 * whole, 7 * whole)
-                written(code, other, lay_out(10 * whole), 7 * whole)
-                if not torch.allclose(gathered(other), p, rtol=1e-6):
-                    wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
-            for code in NUMBERS:
-                found = number(code, lay_out(whole), lay_out(5 - whole))
-                if found != pytest.approx(number(code, whole, 5 - whole), rel=1e-6, nan_ok=True):
-                    wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
+        for code in WRITES:
+            p, other = whole.clone(), lay_out(whole)
+            written(code, p, 10 * whole, 7 * whole)
+            written(code, other, lay_out(10 * whole), 7 * whole)
+            if not torch.allclose(gathered(other), p, rtol=1e-6):
+                wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
+        for code in NUMBERS:
+            found = number(code, lay_out(whole), lay_out(5 - whole))
+            if found != pytest.approx(number(code, whole, 5 - whole), rel=1e-6, nan_ok=True):
+                wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
     return wrong
 
 
 def test_parts_and_numbers_of_dtensors_are_those_of_plain_tensors() -> None:
-    assert run_ranks(write, 2) == [[], []]
+    assert run_ranks(write, 4) == 4 * [[]]
