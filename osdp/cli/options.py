@@ -16,8 +16,8 @@ MEM_HELP = (
 )
 PIN_HELP = (
     "Fix a choice yourself: 'blocks.*.mlp=shard' sets a strategy, 'blocks.0=recompute' activation "
-    "checkpointing, 'blocks.0=selective' the same but for matrix products and attention, 'blocks.0=keep' none. "
-    "Repeatable."
+    "checkpointing, 'blocks.0=recompute+offload' the same with the block's input in the host's memory, "
+    "'blocks.0=selective' all but matrix products and attention, 'blocks.0=keep' none. Repeatable."
 )
 IMBALANCE_HELP = (
     "How much the compute time of micro-batches varies: the coefficient of variation (such as 0.5), or a "
@@ -42,7 +42,9 @@ SIMPLE_HELP = (
     "fastest plan gains less than 2% over that."
 )
 SOLVER_HELP = "labels, or ilp: the integer program alone, without label setting after it."
-TIME_LIMIT_HELP = "Seconds after which the search ends with the best plan so far. Default: none; the work is limited."
+TIME_LIMIT_HELP = (
+    "Seconds after which the search ends with the best plan so far. Default: none; its work is limited instead."
+)
 OUTPUT_HELP = "Write the plan to this YAML file, for OSDP() to run; with several limits, the plans to this folder."
 
 
@@ -115,7 +117,9 @@ SequenceLength = Annotated[
 ]
 Precision = Annotated[str, Option(help=PRECISION_HELP)]
 MasterWeights = Annotated[str | None, Option(help=MASTER_WEIGHTS_HELP)]
-OptimizerName = Annotated[str | None, Option(help="adam, adamw, sgd, or fused_adam and the like. Default: adam.")]
+OptimizerName = Annotated[
+    str | None, Option(help="adam, adamw or sgd; with fused=True, fused_adam, fused_adamw or fused_sgd. Default: adam.")
+]
 OptimizerBytes = Annotated[float | None, Option("--optimizer-bytes-per-parameter", help=OPTIMIZER_BYTES_HELP)]
 Simple = Annotated[bool, Option("--simple", help=SIMPLE_HELP)]
 Best = Annotated[bool, Option("--best", help="The fastest plan, however many parts it has, to the last per cent.")]
@@ -125,7 +129,7 @@ WhatIf = Annotated[bool, Option("--what-if", help="Also find the bottleneck: wha
 Output = Annotated[Path | None, Option("--output", "-o", help=OUTPUT_HELP)]
 Html = Annotated[
     Path | None,
-    Option("--html", help="Also write a report for a browser: one file, nothing is fetched (needs plotly)."),
+    Option("--html", help="Also write a report for a browser: one file, nothing is fetched (needs jinja2 and plotly)."),
 ]
 MemorySnapshot = Annotated[
     Path | None,
@@ -153,7 +157,7 @@ Restarts = Annotated[
     Option(
         min=0,
         max=bounds.MOST_REPETITIONS,
-        help="After a rank or a node is lost, start again from the last checkpoint, so many times.",
+        help="How many times to start again from the last checkpoint after a rank or a node is lost.",
     ),
 ]
 DeviceType = Annotated[str, Option(help="cpu, cuda or auto.")]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from osdp.profile.session import Wanted
     from planner.problem import Progress
 
-BUDGET_HELP = "Time for measuring, in seconds; collectives get at most about 60 % of it, the rest is not cut short."
+BUDGET_HELP = "Seconds of which collectives take at most about 60%; the time for everything else is not limited."
 
 
 @guarded
