@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ def test_options_are_the_fields() -> None:
     fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"schema"}
     own = {"context", "config", "nnodes", "nodes", "node_rank", "rdzv_endpoint", "restarts", "quiet"}
     assert set(inspect.signature(train).parameters) - own == fields
+
+
+def test_every_field_and_its_default_are_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table = text.partition("| field | default | |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \| .+ \|$", table, re.M))
+    words = {dataclasses.MISSING: "required", None: "-", False: "false"}
+    fields = [field for field in dataclasses.fields(TrainConfig) if field.name != "schema"]
+    assert [*rows] == [field.name for field in fields]
+    for field in fields:
+        default = field.default
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        assert rows[field.name] == (f"{default:g}" if is_number else words.get(default, default)), field.name
 
 
 def test_an_option_wins_over_the_file_and_none_does_not(tmp_path: Path) -> None:
