@@ -149,6 +149,7 @@ def diff(
     after: Annotated[Path, Argument(metavar="OTHER", help="The plan file to compare it with.")],
     html: Html = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare two plan files. Prints how choices, predicted memory and predicted time differ."""
     from osdp.cli.reports.diff import diff_object, print_diff
@@ -168,7 +169,7 @@ def diff(
 
 @app.command()
 @guarded
-def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan = None) -> None:
+def schedule(path: PlanPath, model: ModelOfPlan = None, cluster: ClusterOfPlan = None, quiet: Quiet = False) -> None:
     """Print the schedule of a plan. Lists FSDP units, their collectives, and when the runtime runs each."""
     from runtime.compile_plan import compile_plan
 

@@ -60,8 +60,11 @@ def fsdp2_code(found: Expressible) -> str:
 def _check(schedule: Schedule, graph: ModelGraph) -> None:
     trained = [parameter.name for parameter in graph.outside if parameter.trainable]
     if trained and not schedule.by_ddp:
-        what = "fully_shard cannot hold trained parameters without dimensions, or of another dtype than their module's"
-        raise OsdpError(what, got=", ".join(trained[:5]), advice="give them one dimension, or plan with *=replicate")
+        what = (
+            "fully_shard cannot hold trained parameters without dimensions or elements, or of another dtype than their"
+        )
+        advice = "give them one dimension, freeze those without elements, or plan with *=replicate"
+        raise OsdpError(f"{what} their module's", got=", ".join(trained[:5]), advice=advice)
     odd = [operator.name for operator in graph.operators if "parametrizations" in operator.name.split(".")]
     if odd and schedule.precision == "bf16":
         what = "parametrized modules compute in the dtype that they have, which plain FSDP2 in bf16 does not know"

@@ -5,6 +5,8 @@
     split(...)                                what most of the slices take
     selective recomputation of a block        recomputation of the whole block: operations of FSDP2's hooks inside a
     that is several units                     block would be counted among its own
+    recomputation of a block whose input is   recomputation
+    offloaded
     OSDP's ring reduce-scatter                the backend's
 
 The nearest plan is priced by the cost functions that priced the plan.

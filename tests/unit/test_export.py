@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from command_line import Cli
 from exported import parallelize_of
 from parity import FAMILIES, Case, cluster_of, graph_of
@@ -19,8 +20,11 @@ from torch import nn
 from osdp.export.formats import exported
 from osdp.export.fsdp2 import quoted
 from osdp.export.nearest import expressible
+from osdp.models.user_factory import source_of
 from osdp.planning.plan_file import read_plan, write_plan
+from osdp.planning.request import Request, plan_model
 from planner.analysis.explain import OpenPlan, open_plan
+from planner.pins import parse_pin
 from profiler.errors import OsdpError
 
 TINY = ("plan", "--model", "gpt2-tiny", "--cluster", "titan-rtx-8", "--batch", "2", "--mem", "1GB", "-o", "plan.yaml")
@@ -111,6 +115,17 @@ def test_a_split_and_selective_recomputation_of_several_units_are_replaced() -> 
     assert near.view.plan.selectively_recomputed_blocks == list(names[1:])
     with pytest.raises(OsdpError, match=names[0]):
         expressible(view_of(case), nearest=False)
+
+
+@pytest.mark.parametrize(("shape", "said"), [((), "dimensions"), ((0, 4), "elements")])
+def test_parameters_that_no_unit_can_hold_are_refused_by_name(shape: tuple[int, ...], said: str) -> None:
+    model, cluster = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), cluster_of(1, 2)
+    model.register_parameter("odd", nn.Parameter(torch.empty(shape)))
+    source = source_of(model, "a model", None, lambda batch: (torch.empty(batch, 4),))
+    planned = plan_model(source, cluster, Request(1 << 30, micro_batch=1, pins=(parse_pin("*=shard"),)))
+    with pytest.raises(OsdpError, match=f"cannot hold trained parameters .*{said}") as refused:
+        exported(open_plan(planned.plan, planned.graph, cluster), "fsdp2", nearest=True)
+    assert refused.value.got == "odd"
 
 
 def test_a_nearest_plan_that_does_not_fit_says_so() -> None:

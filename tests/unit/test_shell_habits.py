@@ -124,6 +124,14 @@ def test_quiet_leaves_out_notes_but_no_errors(cli: Cli, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "osdp: note: a note\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["plan", "explain", "diff", "schedule", "export", "verify", "profile", "train", "strategies", "partition"],
+)
+def test_every_command_that_takes_time_can_be_quiet(cli: Cli, command: str) -> None:
+    assert "-q, --quiet" in cli.done(command, "--help")
+
+
 def completed(*words: str) -> list[str]:
     """Return what bash is told that the last word may become."""
     environment = {**os.environ, "_OSDP_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words))}

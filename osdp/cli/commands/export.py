@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from osdp.cli.exits import guarded
-from osdp.cli.options import ClusterOfPlan, ModelOfPlan, PlanPath
+from osdp.cli.options import ClusterOfPlan, ModelOfPlan, PlanPath, Quiet
 from osdp.cli.terminal import progress_bar
 from osdp.plain_text import plain
 
@@ -27,6 +27,7 @@ def export(
     ] = False,
     model: ModelOfPlan = None,
     cluster: ClusterOfPlan = None,
+    quiet: Quiet = False,
 ) -> None:
     """Compile a plan to code. Prints what runs it without OSDP, in the form that another library reads."""
     from osdp.export.formats import check_format, exported
