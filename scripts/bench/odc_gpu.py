@@ -17,7 +17,7 @@ For shards of each size, the windows of all peers in this GPU's memory:
 A round times a few calls of each by CUDA events, every second round backwards.  Buffers take turns from round to
 round, more of them than fit into any cache.  GB/s count the bytes of the shards once.  Shares are of the rate at which
 bytes are read and written, over that of the copy, and of pushes over that of `add`, which move as many: of one round's
-times, the median of all rounds and the quartiles.  The kernels' target is 90 %, for shards of 8 MB and more.  Exits
+times, the median of all rounds and the quartiles.  `scripts/validation/one_sided.py` has the targets.  Exits
 with 2 where there is no GPU or no CuPy.
 """
 
