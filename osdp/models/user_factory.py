@@ -134,6 +134,11 @@ def _without_data(module: nn.Module) -> nn.Module:
 
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise OsdpError("the model is sharded already", advice="build it again for another plan")
+    if lazy := [
+        name for name, one in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(one)
+    ]:
+        what = "the model is lazy: some shapes are not known before its first forward"
+        raise OsdpError(what, got=", ".join(lazy[:3]), advice="run a forward before OSDP(...), or give the input sizes")
     empty_of: dict[int, Any] = {**stand_ins(module, torch.empty(0).device)}
     for name, parameter in module.named_parameters():
         empty_of[id(parameter)] = (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from trace_models import MLP, source
 
+from osdp.models.user_factory import source_of
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
@@ -210,6 +211,15 @@ def test_lazy_modules() -> None:
     error = error_of(source(lambda: nn.LazyLinear(4), (8,)))
     assert "lazy" in error.what
     assert "nn.Linear" in error.advice
+
+
+@pytest.mark.parametrize("model", [nn.LazyLinear(4), nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d())])
+def test_modules_that_were_lazy_before_they_are_given(model: nn.Module) -> None:
+    with pytest.raises(OsdpError, match="the model is lazy") as refused:
+        source_of(model, "a model", None, lambda batch: (torch.empty(batch, 8),))
+    assert "run a forward" in refused.value.advice
+    model(torch.zeros(2, 8))
+    assert source_of(model, "a model", None, lambda batch: (torch.empty(batch, 8),)).build()
 
 
 def test_samples_that_interact_in_threes_are_not_linear() -> None:
