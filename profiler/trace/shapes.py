@@ -3,7 +3,7 @@
 Torch's own meta kernels answer the same question for every op, but the Python ones take up to 2 ms
 a call and import sympy and dynamo at first use (1.5 s).  The rules here cover what transformers
 spend their time in and give up, by returning None, on whatever is not plainly inside them; the
-tracer then asks torch.  The unit tests hold every rule against torch's CPU kernels.
+tracer then asks torch.  What kernels refuse and torch's meta kernels do not is refused here.  The unit tests hold every rule against torch's CPU kernels.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def _convolution(
 ) -> Layout | None:
     """As CPUs and cuDNN lay it out; torch's meta kernel, which knows no device, lays out all in rows."""
     spatial = range(x.dim() - 2)
+    if x.dim() != weight.dim():
+        return None
     if x.dtype != weight.dtype or any(len(one) != len(spatial) for one in (stride, padding, dilation, output_padding)):
         return None
     shape = [x.shape[0], weight.shape[1] * groups if transposed else weight.shape[0]]
@@ -107,10 +109,24 @@ def _convolution(
         size, reach = x.shape[2 + i], dilation[i] * (weight.shape[2 + i] - 1) - 2 * padding[i]
         last = (size - 1) * stride[i] + reach + output_padding[i] if transposed else (size - 1 - reach) // stride[i]
         shape.append(last + 1)
+    _check_channels(x.shape, weight.shape, bias, shape, transposed, groups)
     if {channels_last_format(x), channels_last_format(weight)} == {torch.contiguous_format}:
         return contiguous(shape, x.dtype)
     first, *others, channels = contiguous((shape[0], *shape[2:], shape[1]), x.dtype).strides
     return Layout(tuple(shape), (first, channels, *others), x.dtype)
+
+
+def _check_channels(
+    x: Sequence[int], weight: Sequence[int], bias: Tensor | None, out: Sequence[int], transposed: bool, groups: int
+) -> None:
+    """Raise RuntimeError for what kernels of convolutions refuse, and not all of torch's meta kernels do."""
+    taken = weight[0] if transposed else weight[1] * groups
+    if x[1] != taken or weight[0] % groups:
+        raise RuntimeError(f"weights of shape {(*weight,)} in {groups} groups take {taken} channels, got {x[1]}")
+    if bias is not None and (*bias.shape,) != (out[1],):
+        raise RuntimeError(f"weights of shape {(*weight,)} take a bias of {out[1]} elements, got {(*bias.shape,)}")
+    if min(out[2:]) < 1:
+        raise RuntimeError(f"weights of shape {(*weight,)} are larger than an input of shape {(*x,)} with its padding")
 
 
 # --- normalisation, softmax, loss -----------------------------------------------------------------
@@ -152,9 +168,12 @@ def _nll_loss_backward(grad: Tensor, x: Tensor, *rest: Any) -> Layout | None:
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Layouts | None:
-    if not _is_row_major(x) or any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
+    first = x.dim() - len(shape)
+    if not _is_row_major(x) or x.shape[first:] != tuple(shape):
         return None
-    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    if any(p is not None and (p.dtype != x.dtype or p.shape != x.shape[first:]) for p in (weight, bias)):
+        return None
+    rows = (*x.shape[:first], *(1 for _ in shape))
     return [contiguous(x.shape, x.dtype), contiguous(rows, x.dtype), contiguous(rows, x.dtype)]
 
 
@@ -222,6 +241,8 @@ def _reduce(
 
 
 def _embedding(table: Tensor, index: Tensor, *rest: Any) -> Layout | None:
+    if index.dtype not in (torch.int64, torch.int32):  # torch 2.11 without data takes others
+        raise RuntimeError(f"indices are integers of 32 or 64 bits, got {index.dtype}")
     return contiguous((*index.shape, table.shape[1]), table.dtype)
 
 
@@ -283,6 +304,9 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:
     if any(t.dtype != first.dtype or t.dim() != first.dim() or _is_channels_last(t) for t in tensors):
         return None
     shape = list(first.shape)
+    rest, dim = (*shape[:dim], *shape[dim:][1:]), dim % first.dim()
+    if any((*t.shape[:dim], *t.shape[dim + 1 :]) != rest for t in tensors):
+        return None
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     return contiguous(shape, first.dtype)
 
