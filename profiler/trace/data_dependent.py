@@ -308,6 +308,11 @@ def _rand(data: DataDependent, out: Tensor, *rest: Any, **options: Any) -> None:
     data.draw(out)
 
 
+def _uniform(data: DataDependent, out: Tensor, x: Tensor, low: float = 0, high: float = 1, **options: Any) -> None:
+    if out.numel() == 1:  # to be read, as augmentations do
+        data.draw(out, low, high)
+
+
 def _randint(data: DataDependent, out: Tensor, high: int, *rest: Any, **options: Any) -> None:
     data.draw(out, 0, high)
 
@@ -362,6 +367,7 @@ _ASSUMED: dict[OpOverload, Callable[..., None]] = {
     aten.multinomial.default: _multinomial,
     aten.rand.default: _rand,
     aten.rand_like.default: _rand,
+    aten.uniform_.default: _uniform,
     aten.randint.default: _randint,
     aten.randint.low: _randint_low,
     aten.randperm.default: _randperm,

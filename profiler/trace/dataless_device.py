@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from profiler.fake_devices import modules_converted
 from profiler.model_source import Inputs
 from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
@@ -68,7 +69,8 @@ class FakeCpu:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        with warnings.catch_warnings(), self._mode, as_if_real(), PythonValues(self.data, self.torch_device):
+        values = PythonValues(self.data, self.torch_device)
+        with warnings.catch_warnings(), self._mode, as_if_real(), modules_converted(), values:
             # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
@@ -80,7 +82,7 @@ class FakeCpu:
         before = log.level
         log.setLevel(logging.CRITICAL)
         try:
-            with self._mode, as_if_real(), PythonValues(self.data, self.torch_device):
+            with self._mode, as_if_real(), modules_converted(), PythonValues(self.data, self.torch_device):
                 yield
         finally:
             log.setLevel(before)

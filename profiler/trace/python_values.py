@@ -27,7 +27,7 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
 _SPLITS = {torch.tensor_split, Tensor.tensor_split}
 _ALIGNS = {torch.ctc_loss, torch.nn.functional.ctc_loss}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
-_OTHERS = {Tensor.item, Tensor.__contains__, Tensor.__format__, Tensor.cuda, Tensor.to}
+_OTHERS = {Tensor.item, Tensor.__contains__, Tensor.__format__, Tensor.cuda, Tensor.to, Tensor.__deepcopy__}
 _SEEN_TO = frozenset({*_READS, *_SPLITS, *_ALIGNS, *_FROM_PYTHON, *_OTHERS})
 """All of which a call is more than passed on; of others only a `device` is."""
 
@@ -71,6 +71,8 @@ class PythonValues(TorchFunctionMode):
                 return False
         if func is Tensor.__format__ and not args[0].dim() and self._data.values.read(args[0]) is not None:
             return format(self._read(args[0], Tensor.item), *args[1:])  # self.experts[f"expert_{index}"]
+        if func is Tensor.__deepcopy__:
+            return _copied(*args)
         if func is Tensor.cuda:
             return args[0]
         if func in _SPLITS and len(args) > 1 and isinstance(args[1], Tensor):
@@ -151,6 +153,21 @@ class _FakeToTorchOnly(type):
 
 class _FakeTensor(metaclass=_FakeToTorchOnly):
     pass
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a deep copy; of what has data, and so of the values that a fake tensor knows, without modes.
+
+    A mode for fake tensors fails at that, and harms the process's memory (torch 2.11 and 2.13): so it copies no
+    BatchNorm, which knows that it has counted 0 batches.
+    """
+    known = getattr(tensor, "constant", None)
+    if isinstance(known, Tensor) and id(known) not in memo:
+        with computing():
+            memo[id(known)] = known.clone()
+    with computing() if has_data(tensor) else nullcontext():
+        copied: Tensor = Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def as_if_real() -> AbstractContextManager[Any]:
