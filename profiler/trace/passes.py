@@ -194,7 +194,8 @@ class _Runner:
         merged = merge_read_outside(self.groups, read_outside, trial.ran)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
-        if repeated or not (trial.leaves_nothing and merged == self.groups):
+        is_as_before = trial.leaves_nothing and before[0] == state_of(self._module)[0]  # no cache has been filled
+        if repeated or not (is_as_before and merged == self.groups):
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
         self._changed = found.changed

@@ -74,3 +74,37 @@ def test_their_memory_is_predicted(block: Callable[[], nn.Module], strategies: t
 def test_what_torchscript_has_compiled_is_refused() -> None:
     """Hooks, which it does not take, are how layers are gathered."""
     assert "`blocks.0.layer`" in refusal(lambda: traced(Scripted))
+
+
+class _Table(nn.Module):
+    """Fills a table that is there from the beginning, and computes with its parameter only where that is too short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies, self.known = nn.Parameter(torch.rand(8)), 0
+        self.register_buffer("table", torch.zeros(32, 8), persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        if length > self.known:
+            made = torch.arange(length, dtype=torch.float32)[:, None] * self.frequencies
+            self.table[:length] = made.cos().detach()
+            self.known = length
+        return self.table[:length]
+
+
+class _WithTable(nn.Module):
+    """Adds a table's rows to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(8, 8), _Table(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.table(x.shape[1])).pow(2).mean()
+
+
+def test_a_table_that_the_first_forward_fills_is_full_in_the_trace() -> None:
+    """The first pass alone computes with the table's parameter: no two passes were alike, and the model refused."""
+    inputs = lambda _, batch: ((torch.randn(batch, 16, 8),), {})  # noqa: E731
+    graph = trace_model(ModelSource("with a table", _WithTable, inputs, 16))
+    assert [graph.operators[call.operator].name for call in graph.calls] == ["first", "last"]
