@@ -101,6 +101,16 @@ def merge_read_outside(
     return tuple(merged.values())
 
 
+def modules_around(paths: Iterable[str]) -> set[str]:
+    """Return the paths of the modules that others are in."""
+    found = set[str]()
+    for path in paths:
+        around = path
+        while around and (around := around.rpartition(".")[0]) not in found:
+            found.add(around)
+    return found
+
+
 def _around(paths: Iterable[str], ran: Container[str]) -> str:
     """Return the path of the innermost module that ran and has all of these inside, or is one of them."""
     parts = [names[0] for names in takewhile(_alike, zip(*(path.split(".") for path in paths), strict=False))]

@@ -7,8 +7,9 @@ meta device an op whose output layout is known is not run at all: its outputs ar
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from profiler.trace.call_records import Execution
 from profiler.trace.changed_buffers import BufferSite, WithBuffers, buffer_states
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.elementwise import Layout
-from profiler.trace.find_operators import Group
+from profiler.trace.find_operators import Group, modules_around
 from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError
 from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
@@ -56,14 +57,8 @@ Memo = dict[tuple[Any, ...], Known]
 """By op and description of its arguments (`_read`)."""
 
 
-def _modules_around(paths: Iterable[str]) -> set[str]:
-    """Return the paths of the modules that others are in."""
-    found = set[str]()
-    for path in paths:
-        around = path
-        while around and (around := around.rpartition(".")[0]) not in found:
-            found.add(around)
-    return found
+_CALLING = vars(sys.modules[nn.Module.__module__])
+"""The names of the file whose code calls forwards as modules are called."""
 
 
 class Meter(UncompiledMode):
@@ -102,7 +97,7 @@ class Meter(UncompiledMode):
         named = dict(module.named_parameters())
         self._parameters = [[named[name] for name in group.parameters] for group in groups]
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
-        self._around = _modules_around(self._operators)
+        self._around = modules_around(self._operators)
         """Paths of the modules that have operators inside."""
         self._blocks = blocks
         self._memo = memo
@@ -140,6 +135,8 @@ class Meter(UncompiledMode):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals is not _CALLING:
+                return inner(*args, **kwargs)  # it is not the module that is called: none of its hooks run
             self.ran[path] = None
             outer, outside, run = ledger.block, self._data.module, inner
             self._data.module = path
