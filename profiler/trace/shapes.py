@@ -3,7 +3,8 @@
 Torch's own meta kernels answer the same question for every op, but the Python ones take up to 2 ms
 a call and import sympy and dynamo at first use (1.5 s).  The rules here cover what transformers
 spend their time in and give up, by returning None, on whatever is not plainly inside them; the
-tracer then asks torch.  What kernels refuse and torch's meta kernels do not is refused here.  The unit tests hold every rule against torch's CPU kernels.
+tracer then asks torch.  What kernels refuse and torch's meta kernels do not is refused here.  The
+unit tests hold every rule against torch's CPU kernels.
 """
 
 from __future__ import annotations
@@ -241,8 +242,8 @@ def _reduce(
 
 
 def _embedding(table: Tensor, index: Tensor, *rest: Any) -> Layout | None:
-    if index.dtype not in (torch.int64, torch.int32):  # torch 2.11 without data takes others
-        raise RuntimeError(f"indices are integers of 32 or 64 bits, got {index.dtype}")
+    if index.dtype not in (torch.int64, torch.int32):
+        return None
     return contiguous((*index.shape, table.shape[1]), table.dtype)
 
 
