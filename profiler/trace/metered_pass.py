@@ -50,6 +50,8 @@ class Pass:
     """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
     written: Mapping[str, None]
     """Names of the parameters that the forward changes."""
+    got_gradients: Sequence[bool]
+    """Of every operator, whether one of its parameters got a gradient; of blocks that stand-ins run for, False."""
     leaves_nothing: bool
     """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
 
@@ -219,6 +221,7 @@ def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) 
         growth_bytes=fresh_bytes - sum(one.bytes for one in left if one() is None),
         changed=meter.changed,
         written=meter.written.names,
+        got_gradients=meter.gradients.arrived,
         leaves_nothing=leaves_nothing,
         summed_outputs=summed_outputs,
     )

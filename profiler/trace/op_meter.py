@@ -39,6 +39,7 @@ from profiler.trace.lone_input import lone_input, note_products, saving_nothing,
 from profiler.trace.op_cost import Cost, Op, cost, describe
 from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument, tensors_in
 from profiler.trace.ops_that_import import OpRunner
+from profiler.trace.parameter_gradients import ParameterGradients
 from profiler.trace.same_dtypes import check_dtypes
 from profiler.trace.shapes import META, Layouts, make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
@@ -95,7 +96,8 @@ class Meter(UncompiledMode):
         self.read_outside: dict[int, set[str]] = {}
         """By operator whose parameters were read while no module of theirs ran: paths of the modules that ran."""
         named = dict(module.named_parameters())
-        self._parameters = [[named[name] for name in group.parameters] for group in groups]
+        parameters = [[named[name] for name in group.parameters] for group in groups]
+        self.gradients = ParameterGradients(parameters)
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
         self._around = modules_around(self._operators)
         """Paths of the modules that have operators inside."""
@@ -118,7 +120,7 @@ class Meter(UncompiledMode):
         """Whether `checkpoint` runs and the block has not begun: torch 2.11 makes empty tensors then."""
         self._entered: tuple[int, int] | None = None
         self._running: Counter[int] = Counter()
-        for operator, tensors in enumerate(self._parameters):
+        for operator, tensors in enumerate(parameters):
             self.ledger.pin(tensors, operator)
         self.ledger.pin([*module.buffers(), *(one for one in named.values() if not one.dim())], NOBODY)
 
@@ -306,10 +308,7 @@ class Meter(UncompiledMode):
 
     def finish(self) -> None:
         """Drop the parameter gradients that are left."""
-        with torch._C.DisableTorchFunction():
-            for parameters in self._parameters:
-                for parameter in parameters:
-                    parameter.grad = None
+        self.gradients.drop_all()
 
     # --- ops --------------------------------------------------------------------------------------
 
@@ -489,8 +488,7 @@ class Meter(UncompiledMode):
         if (index := self.ledger.call_of(number)) is not None and index != self.ledger.index:
             # Of calls between, too: of a sum with a parameter no op runs back.
             for call in self.ledger.calls[self.ledger.index : index : -1] or (self.ledger.call,):
-                for parameter in self._parameters[call.operator]:
-                    parameter.grad = None
+                self.gradients.drop(call.operator)
             self.ledger.go_back_to(index)
         self.ledger.arrive(number)
 

@@ -49,6 +49,8 @@ class Runs:
     """Operators that are left out if all rows choose alike."""
     failures: Mapping[Recompute, str]
     """Why no block could be recomputed so."""
+    without_gradient: set[str]
+    """Operators that run and have trained parameters, none of which gets a gradient."""
     let_go: Sequence[bool]
     """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
 
@@ -86,7 +88,8 @@ def run_sizes(
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
     skipped |= runner.may_skip
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
-    return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures, let_go)
+    unreached = runner.without_gradient
+    return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures, unreached, let_go)
 
 
 _OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)
@@ -164,6 +167,8 @@ class _Runner:
         self._module = module
         self._source = source
         self._device = device
+        self.without_gradient = set[str]()
+        """Operators that run and have trained parameters, none of which gets a gradient."""
         self._draws = SAME
         """How forwards draw random numbers."""
         self.decides_by_draws = False
@@ -199,10 +204,17 @@ class _Runner:
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
         self._changed = found.changed
+        self.without_gradient = self._without_gradient(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
         return found
+
+    def _without_gradient(self, found: Pass) -> set[str]:
+        trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        called = {call.operator for call in found.calls if not found.got_gradients[call.operator]}
+        groups = [group for index, group in enumerate(self.groups) if index in called]
+        return {group.modules[0] for group in groups if not trained.isdisjoint(group.parameters)}
 
     def _decide_alike(self, drawn: Pass, size: int) -> Pass:
         """Find what random numbers decide; return the pass in which most runs, and have the others draw alike."""

@@ -9,7 +9,7 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from profiler.alias_outputs import outputs_aliased, wrappable
+from profiler.byte_sizes import format_bytes
 from profiler.computed_attributes import computed_by_hooks, computed_forgotten, values_of
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
@@ -152,14 +153,27 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
+    if unreached := [operator for operator in graph.operators if operator.name in run.without_gradient]:
+        trained = [one for operator in unreached for one in operator.parameters if one.trainable]
+        size_bytes = sum(one.numel * one.element_bytes for one in trained)
+        notes.append(
+            f"no gradient reaches {_listed(operator.name for operator in unreached)}: gradients and optimizer states "
+            f"of {format_bytes(size_bytes)} of parameters are counted all the same; freeze what is never trained with "
+            "requires_grad_(False)"
+        )
     if skipped:
-        names = ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in skipped))
         notes.append(
             f"left out of the forward of a rank on which nothing chooses them, or random numbers decide so; several "
-            f"ranks cannot run this model: {names}; run each on no rows there, or multiply what it adds by 0, instead"
+            f"ranks cannot run this model: {_listed(skipped)}; run each on no rows there, or multiply what it adds by "
+            "0, instead"
         )
     graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names with a star for each number, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in names))
 
 
 def _per_sample(part: Any, samples: int) -> Any:

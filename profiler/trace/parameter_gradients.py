@@ -1,0 +1,30 @@
+"""Gradients of parameters in a pass: dropped as the backward goes on, as nothing steps with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class ParameterGradients:
+    """The gradients of a module's parameters, by operator."""
+
+    def __init__(self, parameters: Sequence[Sequence[Tensor]]) -> None:
+        self._parameters = parameters
+        self.arrived = [False] * len(parameters)
+        """Of every operator, whether one of its parameters got a gradient."""
+
+    def drop(self, operator: int) -> None:
+        """Drop those of an operator."""
+        for parameter in self._parameters[operator]:
+            if parameter.grad is not None:
+                self.arrived[operator] = True
+                parameter.grad = None
+
+    def drop_all(self) -> None:
+        """Drop what is left."""
+        with torch._C.DisableTorchFunction():
+            for operator in range(len(self._parameters)):
+                self.drop(operator)
