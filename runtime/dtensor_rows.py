@@ -88,9 +88,9 @@ def gathered(tensor: Tensor) -> Tensor:
     local, dim = held_tensor(tensor), shared_dim(tensor)
     if is_whole(tensor):
         return local.detach().clone()
-    if dim is None:
-        return cast(DTensor, tensor.detach()).full_tensor()
     mesh = tensor.device_mesh
+    if dim is None or (local.device.type == mesh.device_type and not may_be_uneven(tensor)):
+        return cast(DTensor, tensor.detach()).full_tensor()
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
     rows = own_rows(tensor, whole)
     if rows.numel():
@@ -98,6 +98,11 @@ def gathered(tensor: Tensor) -> Tensor:
     # One rank has each byte, and the others zero.
     dist.all_reduce(whole.reshape(-1).view(torch.uint8), op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return whole.to(local.device)
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """Return the whole of a DTensor, not to be written to: what this rank holds, if that is all. Else collective."""
+    return held_tensor(tensor).detach() if is_whole(tensor) else gathered(tensor)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ Random numbers on GPUs are left to torch, whose DTensors draw them for the whole
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, partial, wraps
 from typing import Any, cast
 
@@ -35,10 +36,12 @@ from runtime.dtensor_rows import (
     replicated,
     write_whole,
 )
-from runtime.torch_compat import held_tensor
+from runtime.torch_compat import held_tensor, placed
 
 Method = Callable[..., Any]
 
+IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+"""Operators of Python that have a form in place."""
 VIEWS = (
     *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal"),
     *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "t", "transpose", "permute"),
@@ -46,29 +49,21 @@ VIEWS = (
 """Methods that return views of plain tensors."""
 ELEMENTWISE = (
     *("copy_", "add_", "sub_", "mul_", "div_", "pow_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
-    *("clamp_", "clamp_min_", "clamp_max_", "__iadd__", "__isub__", "__imul__", "__itruediv__"),
+    *("clamp_", "clamp_min_", "clamp_max_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
+    *("subtract_", "multiply_", "divide_", "true_divide_", "clip_"),
 )
 """Methods that write each element by those of others in its place."""
-ALONE = (
-    "zero_",
-    "fill_",
-    "neg_",
-    "abs_",
-    "sqrt_",
-    "exp_",
-    "log_",
-    "sign_",
-    "tanh_",
-    "sigmoid_",
-    "relu_",
-    "nan_to_num_",
-)
-"""Methods that write each element by itself."""
 WHOLE = (
     *("__setitem__", "fill_diagonal_", "tril_", "triu_", "index_fill_", "index_copy_", "index_add_", "index_put_"),
     *("scatter_", "scatter_add_", "masked_scatter_", "renorm_"),
 )
 """Methods that write by an element's place, or by other elements."""
+ABOUT = (
+    *("requires_grad_", "detach_", "rename_", "share_memory_", "resize_", "resize_as_", "set_", "apply_", "map_"),
+    *("map2_", "resize_as_sparse_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+    *("as_strided_", "sparse_resize_", "sparse_resize_and_clear_"),
+)
+"""Methods that write no element, or change the shape."""
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 
 
@@ -84,28 +79,50 @@ class Part(DTensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self.copy_(values)
+        self.__class__ = DTensor  # type: ignore[assignment]  # as of plain tensors: from now on a part of nothing
+        self.data = values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Return a copy that is a part of nothing."""
+        return deepcopy(_alone(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Describe it for `torch.save` as a part of nothing."""
+        return cast(Any, _alone(self)).__reduce_ex__(protocol)
+
+
+def _alone(part: DTensor) -> DTensor:
+    """Return a DTensor in the memory of a part."""
+    return placed(held_tensor(part), part.device_mesh, part.placements, part.shape)
 
 
 @cache
 def follow_writes() -> None:
     """Let every DTensor of this process do so."""
-    methods = {name: getattr(Tensor, name) for name in (*VIEWS, *ELEMENTWISE, *ALONE, *WHOLE, *RANDOM)}
+    methods = {name: getattr(Tensor, name) for name in (*VIEWS, *ELEMENTWISE, *WHOLE, *RANDOM)}
     for name in VIEWS:
         setattr(DTensor, name, _viewing(methods[name], name))
     for names, writing in ((ELEMENTWISE, _writing_rows), (WHOLE, _writing_whole), (RANDOM, _drawing)):
         for name in names:
             setattr(DTensor, name, writing(methods[name]))
-    for name in (*ELEMENTWISE, *ALONE, *WHOLE, *RANDOM):
-        setattr(Part, name, _writing_back(methods[name]))
+    in_place = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} - {*ABOUT}
+    in_place |= {f"__i{name}__" for name in IN_PLACE if hasattr(Tensor, f"__i{name}__")} | {"__setitem__"}
+    for name in in_place:
+        setattr(Part, name, _writing_back(getattr(Tensor, name)))
     setattr(DTensor, "view_as", _view_as)  # noqa: B010
     setattr(Part, "detach", _viewing(Tensor.detach, "detach"))  # noqa: B010
 
 
+def _is_of_others(*arguments: Any) -> bool:
+    """Return whether an argument is of a class derived from DTensor, such as gradients that are not complete."""
+    return any(isinstance(one, DTensor) and type(one) not in (DTensor, Part) for one in tree_leaves(arguments))
+
+
 def _is_left(tensor: DTensor, *others: Any) -> bool:
-    """Whether a call is left to torch: of a class of somebody's, compiled, or differentiated."""
+    """Return whether a call is left to torch: of a class derived from DTensor, compiled, or differentiated."""
     return (
         type(tensor) is not DTensor
+        or _is_of_others(*others)
         or torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and any(one.requires_grad for one in (tensor, *others) if isinstance(one, Tensor)))
     )
@@ -148,7 +165,8 @@ def _view_as(self: DTensor, other: Tensor) -> Tensor:
 def _needs_others(name: str, tensor: DTensor, args: tuple[Any, ...]) -> bool:
     """Return whether a view needs rows of other ranks that torch does not get."""
     if name in ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "diagonal"):
-        return may_be_uneven(tensor) or any(isinstance(one, Tensor) for one in tree_leaves(args))
+        index = args[0] if args and isinstance(args[0], tuple) else args
+        return may_be_uneven(tensor) or any(isinstance(one, Tensor | list) for one in index)
     if name in ("view", "reshape", "flatten", "unflatten"):
         return may_be_uneven(tensor) or has_padding(tensor)
     return name == "unbind" and not is_whole(tensor)
@@ -198,10 +216,11 @@ def _writing_rows(by_torch: Method) -> Method:
 
 
 def _is_whole_beside(tensor: DTensor, other: Any) -> bool:
-    """Whether an argument is whole, other than a number, and the DTensor that it is to be written to is in parts."""
-    if not isinstance(other, Tensor) or other.dim() == 0:
-        return False
-    return not isinstance(other, DTensor) or (is_whole(other) and not is_whole(tensor))
+    """Return whether an argument is whole, other than a number, and what it is to be written to is in parts."""
+    if isinstance(other, DTensor):  # as in each operation of an optimizer, mostly laid out alike
+        is_other = other.placements != tensor.placements
+        return is_other and other.dim() > 0 and is_whole(other) and not is_whole(tensor)
+    return isinstance(other, Tensor) and other.dim() > 0
 
 
 def _writing_whole(by_torch: Method) -> Method:
@@ -239,12 +258,18 @@ def _writing_back(by_torch: Method) -> Method:
 
     @wraps(by_torch)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        values = gathered(self)
-        by_torch(values, *tree_map_only(Tensor, gathered, args), **tree_map_only(Tensor, gathered, kwargs))
+        if _is_of_others(args, kwargs):
+            return by_torch(self, *args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, gathered, args), tree_map_only(Tensor, gathered, kwargs)
+        whole = gathered(self.root)  # which has changed, maybe, since this was copied
+        values = self.view_of(whole)
+        if values.untyped_storage()._cdata != whole.untyped_storage()._cdata:  # as of `p[mask]`: a copy in PyTorch too
+            values = gathered(self)
+            by_torch(values, *args, **kwargs)
+        else:
+            by_torch(values, *args, **kwargs)
+            write_whole(self.root, whole)
         write_whole(self, values)
-        whole = gathered(self.root)
-        self.view_of(whole).copy_(values)
-        write_whole(self.root, whole)
         return self
 
     return write

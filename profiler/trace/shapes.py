@@ -304,6 +304,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:
     first = tensors[0]
     if any(t.dtype != first.dtype or t.dim() != first.dim() or _is_channels_last(t) for t in tensors):
         return None
+    if not -first.dim() <= dim < first.dim():
+        return None
     shape = list(first.shape)
     rest, dim = (*shape[:dim], *shape[dim:][1:]), dim % first.dim()
     if any((*t.shape[:dim], *t.shape[dim + 1 :]) != rest for t in tensors):

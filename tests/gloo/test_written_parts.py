@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+from typing import Any, cast
 
 import pytest
 import torch
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from profiler.errors import OsdpError
 from runtime.dtensor_rows import gathered
 from runtime.dtensor_values import follow_values
+from runtime.odc.pending_gradient import PendingGradient
 from runtime.torch_compat import uneven_dtensor
 
 WRITES = (
@@ -31,6 +36,17 @@ WRITES = (
     *("p.div_(p.norm(dim=0, keepdim=True))", "p.div_(p.norm(dim=1, keepdim=True))", "p[:1].copy_(q[-1:])"),
     *("p.normal_()", "p.add_(torch.randn_like(p))", "p.uniform_(-1, 1); p[0].normal_()", "p.bernoulli_(0.5)"),
     *("nn.init.trunc_normal_(p)", "p.mul_(torch.rand_like(p))", "nn.init.kaiming_uniform_(p)"),
+    *("r = p[0]; p.mul_(2); r.add_(1)", "r = p[:1]; p.zero_(); r.mul_(3)", "p[0].square_()", "r = p[0]; r **= 2"),
+    *("a = p[:2]; b = p[1:3]; a.zero_(); b.add_(1)", "a = p[0]; b = p[0]; a.add_(1); b.mul_(2)", "p[0].clip_(max=3)"),
+    *(
+        "p[1:3].cumsum_(0)",
+        "p[0].reciprocal_()",
+        "p[m].zero_()",
+        "p[[0, 0]].zero_()",
+        "p.multiply_(w)",
+        "p.clip_(max=w)",
+    ),
+    *("copy.deepcopy(p[0]).zero_()", "p[0].data = q[0]"),
     "nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector([p, q]), [p, q])",
 )
 """Statements on parameters p and q of some rows, a plain tensor w of their shape and a mask m of rows."""
@@ -52,16 +68,26 @@ NUMBERS = (
         "torch.histc(p, 5).max()",
         "p.view(-1).topk(3)[0].sum()",
     ),
+    *("p.argmax(-1).sum()", "p.argmin(1, keepdim=True).sum()", "p.std(1).sum()", "p.topk(2)[0].sum()", "p.var((0, 1))"),
+    *(
+        "(p > 5).any(0).float().sum()",
+        "(p > 9).all(1).float().sum()",
+        "p.max(-1).values.max()",
+        "p.kthvalue(2).values.sum()",
+    ),
+    *("(p * 0 + 60000).half().mean()", "(p * 0 + 1.5).bfloat16().mean()", "(p * 0 + 1.5).bfloat16().mean(0).sum()"),
+    *(f"torch.where(p > 3, math.nan, p).{one}.isnan().float().sum()" for one in ("max()", "amin(0)", "norm(math.inf)")),
     *("sum(row.norm() for row in p)", "torch.count_nonzero(p > 9)"),
 )
 """Numbers of parameters p and q."""
+MODULES = {"torch": torch, "nn": nn, "copy": copy}
 
 
 def written(code: str, p: Tensor, q: Tensor, w: Tensor) -> None:
     """Run a statement."""
     torch.manual_seed(3)
     with torch.no_grad():
-        exec(code, {"torch": torch, "nn": nn}, {"p": p, "q": q, "w": w, "m": torch.arange(len(w)) % 2 == 0})
+        exec(code, MODULES, {"p": p, "q": q, "w": w, "m": torch.arange(len(w)) % 2 == 0})
 
 
 def number(code: str, p: Tensor, q: Tensor) -> float:
@@ -101,7 +127,36 @@ def write(rank: int) -> list[str]:
             found = number(code, lay_out(whole), lay_out(5 - whole))
             if found != pytest.approx(number(code, whole, 5 - whole), rel=1e-6, nan_ok=True):
                 wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
-    return wrong
+    return wrong + others(rank, mesh)
+
+
+def others(rank: int, mesh: DeviceMesh) -> list[str]:
+    """Return what is wrong of layouts, of what is saved, and of gradients that are not complete."""
+    whole, found = torch.arange(48.0).view(8, 6), dict[str, bool]()
+    p = distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
+    rows = whole[2 * rank : 2 * rank + 2]
+    for code in ("argmax(-1)", "max(1).values", "std(1)", "amin(1)", "any(1)", "norm(dim=1)", "mean(1)"):
+        part = eval(f"p.{code}", {"p": p})
+        is_in_parts = part.placements == (Shard(0),) and part.shape == (8,)
+        found[f"{code} stays in parts"] = is_in_parts and torch.equal(part.to_local(), eval(f"p.{code}", {"p": rows}))
+    found["topk stays in parts"] = p.topk(2).values.shape == (8, 2) and p.topk(2).values.to_local().shape == (2, 2)
+    for code in ("argmax(-1)", "std(1)", "max()"):
+        compiled = torch.compile(eval(f"lambda p: p.{code}"), backend="aot_eager", fullgraph=True)
+        found[f"{code} compiled"] = torch.equal(gathered(compiled(p)), eval(f"p.{code}", {"p": whole}))
+    file = io.BytesIO()
+    torch.save(p[0], file)
+    file.seek(0)
+    found["a part is saved"] = torch.equal(gathered(torch.load(file, weights_only=False)), whole[0])
+    pending = cast(Any, distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None))
+    pending.__class__ = PendingGradient
+    for code in ("p.addcmul_(g, p)", "p[0].add_(g[0])", "p[:] = g", "p.index_add_(0, torch.arange(8), g)"):
+        try:
+            with torch.no_grad():
+                exec(code, {"torch": torch}, {"p": p, "g": pending})
+            found[f"{code} is refused"] = False
+        except (OsdpError, RuntimeError):  # of torch 2.11: mixed with plain tensors
+            found[f"{code} is refused"] = True
+    return [what for what, is_right in found.items() if not is_right]
 
 
 def test_parts_and_numbers_of_dtensors_are_those_of_plain_tensors() -> None:

@@ -38,6 +38,7 @@ REFUSED: dict[str, Callable[[], Tensor]] = {
     "indices that are no integers": lambda: F.embedding(ones(2, 5), ones(3, 5)),
     "what is joined": lambda: torch.cat([ones(2, 3), ones(2, 4)]),
     "what is joined from the end": lambda: torch.cat([ones(2, 3), ones(3, 3)], dim=-1),
+    "what is joined along no dimension": lambda: torch.cat([ones(2, 2), ones(2, 2)], dim=-3),
     "what is stacked": lambda: torch.stack([ones(2, 3), ones(2, 4)]),
     "what is added": lambda: ones(2, 3) + ones(2, 4),
     "a mask": lambda: ones(2, 3).masked_fill(ones(2, 4) > 0, 0.0),
@@ -72,7 +73,7 @@ class Step(nn.Module):
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_kernels_refuse_is_refused(what: str) -> None:
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
         Step(REFUSED[what])(ones(2, 4))
     with pytest.raises(OsdpError, match="cannot trace"):
         trace_model(source(lambda: Step(REFUSED[what]), (4,)))
