@@ -28,7 +28,8 @@ aten = torch.ops.aten
 OF_WHOLE = (aten.prod.default, aten.median.default, aten.histc.default, aten.count_nonzero.default)
 """What is computed of a gathered tensor."""
 ALONG = {
-    **dict.fromkeys((aten.var.correction, aten.std.correction), (1, None)),
+    **dict.fromkeys((aten.var.correction, aten.std.correction, aten.logsumexp.default), (1, None)),
+    **dict.fromkeys((aten.var_mean.correction, aten.std_mean.correction), (1, None)),
     **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), (1, None)),
     **dict.fromkeys((aten.topk.default, aten.kthvalue.default), (2, -1)),
 }
@@ -46,8 +47,8 @@ def numbers() -> Mapping[Any, Any]:
 
 
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> object:
-    """Reduce what is a part on each rank, such as a sum, before `item()`, `float()` and `bool()`."""
-    return op(held_tensor(_added_up(args[0])))
+    """Reduce or gather what is a part on each rank before `item()`, `float()` and `bool()`: a rank may have nothing."""
+    return op(whole_of(_added_up(args[0])))
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -105,15 +106,19 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         return replicated(op(whole_of(tensor), *args[1:], **kwargs), tensor)
     kind = {math.inf: "max", -math.inf: "min"}.get(order, "sum")
     power = order if kind == "sum" and order else 1.0
+    dtype = kwargs.get("dtype") or tensor.dtype
+    adds_up = {"dtype": torch.float32} if dtype in (torch.float16, torch.bfloat16) else kwargs
 
     def powers(local: Tensor, *others: Any, **named: Any) -> Tensor:
         found: Tensor = op(local, order, *others, **named).pow(power)
         return found
 
-    neutral = {"max": 0.0, "min": math.inf}.get(kind)
-    found = _reduced(powers, (tensor, *args[2:]), kwargs, kind, neutral)
+    neutral = {"max": 0.0, "min": math.inf}.get(kind, math.inf if order < 0 else None)
+    found = _reduced(powers, (tensor, *args[2:]), adds_up, kind, neutral)
     found = _added_up(found) if kind == "sum" else _extreme_of_ranks(found, kind == "max")
-    return placed(held_tensor(found).pow(1 / power), found.device_mesh, found.placements, found.shape)
+    root = held_tensor(found).pow(1 / power)
+    root = root.to(dtype) if adds_up is not kwargs else root
+    return placed(root, found.device_mesh, found.placements, found.shape)
 
 
 def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

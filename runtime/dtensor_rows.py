@@ -6,8 +6,6 @@ A parameter that one rank owns is a DTensor of which this rank holds all or noth
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,7 +88,7 @@ def gathered(tensor: Tensor) -> Tensor:
         return local.detach().clone()
     mesh = tensor.device_mesh
     if dim is None or (local.device.type == mesh.device_type and not may_be_uneven(tensor)):
-        return cast(DTensor, tensor.detach()).full_tensor()
+        return tensor.full_tensor()
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
     rows = own_rows(tensor, whole)
     if rows.numel():

@@ -21,7 +21,7 @@ from functools import cache, partial, wraps
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -82,7 +82,7 @@ class Part(DTensor):
         self.__class__ = DTensor  # type: ignore[assignment]  # as of plain tensors: from now on a part of nothing
         self.data = values
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a copy that is a part of nothing."""
         return deepcopy(_alone(self), memo)
 
@@ -91,9 +91,10 @@ class Part(DTensor):
         return cast(Any, _alone(self)).__reduce_ex__(protocol)
 
 
-def _alone(part: DTensor) -> DTensor:
-    """Return a DTensor in the memory of a part."""
-    return placed(held_tensor(part), part.device_mesh, part.placements, part.shape)
+def _alone(part: DTensor) -> Tensor:
+    """Return a DTensor in the memory of a part, a parameter if that is one."""
+    alone = placed(held_tensor(part).detach(), part.device_mesh, part.placements, part.shape)
+    return nn.Parameter(alone, part.requires_grad) if isinstance(part, nn.Parameter) else alone
 
 
 @cache
@@ -260,6 +261,11 @@ def _writing_back(by_torch: Method) -> Method:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_of_others(args, kwargs):
             return by_torch(self, *args, **kwargs)
+        leaves = (self, *tree_leaves((args, kwargs)))
+        if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in leaves):
+            what = "gradients are not recorded through what is written to a part of a sharded parameter"
+            advice = "write under torch.no_grad(), or compute a new tensor, as torch.cat of parts"
+            raise OsdpError(what, got=by_torch.__name__, expected="values that need no gradient", advice=advice)
         args, kwargs = tree_map_only(Tensor, gathered, args), tree_map_only(Tensor, gathered, kwargs)
         whole = gathered(self.root)  # which has changed, maybe, since this was copied
         values = self.view_of(whole)

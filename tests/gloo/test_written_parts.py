@@ -13,6 +13,7 @@ from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from profiler.errors import OsdpError
@@ -77,6 +78,8 @@ NUMBERS = (
     ),
     *("(p * 0 + 60000).half().mean()", "(p * 0 + 1.5).bfloat16().mean()", "(p * 0 + 1.5).bfloat16().mean(0).sum()"),
     *(f"torch.where(p > 3, math.nan, p).{one}.isnan().float().sum()" for one in ("max()", "amin(0)", "norm(math.inf)")),
+    *("torch.std_mean(p)[0]", "torch.var_mean(p, dim=0)[1].sum()", "p.logsumexp(0).sum()", "p.norm(-1)"),
+    *("(p * 0 + 300).half().norm()", "p[0, :1].item()", "p[:1, 0] > 0", "float(p[:1, :1])"),
     *("sum(row.norm() for row in p)", "torch.count_nonzero(p > 9)"),
 )
 """Numbers of parameters p and q."""
@@ -146,15 +149,27 @@ def others(rank: int, mesh: DeviceMesh) -> list[str]:
     file = io.BytesIO()
     torch.save(p[0], file)
     file.seek(0)
+    kept = copy.deepcopy(nn.Parameter(p[:2]))
+    found["a part may be a parameter"] = isinstance(kept, nn.Parameter) and kept.requires_grad
+    try:
+        p[0].add_(torch.ones(6, requires_grad=True))
+        found["gradients of what is written are refused"] = False
+    except OsdpError:
+        found["gradients of what is written are refused"] = True
+    with torch.inference_mode():
+        p[0] = 0.0
+    found["written in inference mode"] = float(p[0].abs().sum()) == 0.0
+    p[0] = whole[0]
     found["a part is saved"] = torch.equal(gathered(torch.load(file, weights_only=False)), whole[0])
     pending = cast(Any, distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None))
     pending.__class__ = PendingGradient
-    for code in ("p.addcmul_(g, p)", "p[0].add_(g[0])", "p[:] = g", "p.index_add_(0, torch.arange(8), g)"):
+    asks = hasattr(FSDPModule, "reset_iter_state")  # before 2.13 torch does not ask the class of a second operand
+    for code in asks * ("p.addcmul_(g, p)", "p[0].add_(g[0])", "p[:] = g", "p.index_add_(0, torch.arange(8), g)"):
         try:
             with torch.no_grad():
                 exec(code, {"torch": torch}, {"p": p, "g": pending})
             found[f"{code} is refused"] = False
-        except (OsdpError, RuntimeError):  # of torch 2.11: mixed with plain tensors
+        except OsdpError:
             found[f"{code} is refused"] = True
     return [what for what, is_right in found.items() if not is_right]
 

