@@ -60,6 +60,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a profile, and what measuring it printed."""
     folder = tmp_path_factory.mktemp("profile")
     done = osdp(folder, "profile", *QUICK, "-o", "mine.yaml", real=THOROUGH)
+    if done.returncode == 2 and "there is too little time" in done.stderr:  # as beside others on a slow machine
+        done = osdp(folder, "profile", *QUICK, "--budget-s", "60", "-o", "mine.yaml", real=THOROUGH)
     assert done.returncode == 0, done.stderr
     assert "measuring communication" in done.stderr
     assert [path.name for path in folder.iterdir()] == ["mine.yaml"]

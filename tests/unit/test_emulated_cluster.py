@@ -292,8 +292,8 @@ def test_a_timeout_ends_what_will_not_end(tool: Tool) -> None:
 def test_the_end_of_the_tool_is_the_end_of_its_cluster(tool: Tool, number: signal.Signals) -> None:
     with tool.begin("run", "--", "sh", "-c", "setsid sleep 3600 & echo ready; sleep 3600", lines=2) as process:
         process.send_signal(number)
-        process.communicate()
-    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+        _, told = process.communicate()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), told
 
 
 def test_what_a_command_leaves_running_ends_with_the_run(tool: Tool) -> None:
