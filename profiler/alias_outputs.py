@@ -13,7 +13,7 @@ is freed as the forward ends: a copy is returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,11 +37,21 @@ def return_no_views(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
 
 
 @contextmanager
-def outputs_aliased(root: nn.Module) -> Iterator[None]:
-    """Let the modules of a model that a plan may wrap return aliases in place of views within."""
-    handles = return_no_views(wrappable(root))
+def outputs_aliased(root: nn.Module) -> Iterator[Callable[[Iterable[nn.Module]], None]]:
+    """Let the modules of a model that a plan may wrap return aliases in place of views within.
+
+    Yields what lets others do so too: those that turn out to read the parameters of modules inside.
+    """
+    wrapped = set(wrappable(root))
+    handles = return_no_views(wrapped)
+
+    def others(modules: Iterable[nn.Module]) -> None:
+        new = set(modules) - wrapped
+        wrapped.update(new)
+        handles.extend(return_no_views(new))
+
     try:
-        yield
+        yield others
     finally:
         for handle in handles:
             handle.remove()
@@ -70,7 +80,7 @@ def _needs_alias(tensor: Tensor) -> bool:
 def _alias(module: nn.Module, view: Tensor) -> Tensor:
     """Return the same memory, as no view; of a parameter, which is sharded again after the forward, a copy."""
     if isinstance(view if view._base is None else view._base, nn.Parameter):
-        return view.clone()
+        return _copy(view)
     # What a linear layer returns is a view of a product that nobody else holds, unless another hook saw it, and needs
     # no common version counter then.  Python would take longer for an alias than for all else of such a layer.
     is_held_here_alone = type(module).forward is nn.Linear.forward and len(module._forward_hooks) == 1
@@ -79,6 +89,14 @@ def _alias(module: nn.Module, view: Tensor) -> Tensor:
     else:
         aliased = _Alias.apply(view)  # type: ignore[no-untyped-call]
     return aliased
+
+
+def _copy(view: Tensor) -> Tensor:
+    """Return a copy that takes no more memory than a view: one row of an expanded dimension."""
+    if 0 not in view.stride():
+        return view.clone()
+    once = view[tuple(slice(1) if stride == 0 else slice(None) for stride in view.stride())]
+    return _Alias.apply(once.clone().expand(view.shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Alias(torch.autograd.Function):

@@ -129,7 +129,7 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
         unit_of |= {parameter.path: (made, parameter.origin) for parameter in unit.parameters}
         sharded.units.append(made)
     if not context.schedule.by_ddp:
-        follow_values()
+        follow_values(context.meshes.device_type)
         sharded.units.append(wrap_root(context))
     for wrapping, units in wrapped.items():
         if hasattr(wrapping, "finish"):

@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 
 @cache
-def follow_values() -> None:
-    """Let every DTensor of this process do so."""
+def follow_values(device_type: str) -> None:
+    """Let every DTensor of this process do so. `device_type` is that of the meshes, such as "cpu"."""
     follow_writes()
     handlers = cast(Any, DTensor)._op_dispatcher._custom_op_handlers
     handlers |= numbers()
-    if not torch.accelerator.is_available():  # whose DTensors torch draws for the whole
+    if device_type == "cpu":  # on accelerators torch draws for the whole
         handlers |= {aten.randn_like.default: _draw, aten.rand_like.default: _draw}
     by_torch = torch.Tensor.data
 
@@ -72,6 +72,6 @@ def _write(tensor: DTensor, values: Tensor) -> None:
 def _draw(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> DTensor:
     """Draw random numbers in the layout of a tensor, for the whole."""
     like = args[0]
-    whole = op(torch.empty(like.shape, dtype=like.dtype), **kwargs)
+    whole = op(torch.empty(like.shape, dtype=like.dtype, device=like.device), **kwargs)
     rows = own_rows(like, whole).reshape(held_tensor(like).shape).contiguous()
     return placed(rows, like.device_mesh, like.placements, like.shape)

@@ -3,11 +3,16 @@
 model.head = nn.Linear(6, 2)                  optimizers and state dicts would go on with the head from before
 model.head.weight = model.embedding.weight    FSDP2 would put back what it gathers for the head
 functional_call(model, values, inputs)        FSDP2 would compute with what it gathers
+
+A forward of the model, a step and a state dict look at all of it; a layer that is called by itself, at its unit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
+
+from profiler.errors import OsdpError
 
 
 class RegisteredParameters:
@@ -35,3 +40,31 @@ class RegisteredParameters:
         ]
         lost = {name: None for name in names if name in self._resting and name not in now}
         return lost | {name: one for name, one in now.items() if one is not self._resting.get(name, one)}
+
+
+def others_registered(names: Sequence[str]) -> OsdpError:
+    """Return the error that modules have others in the places of these parameters."""
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    return OsdpError(
+        "modules have other parameters than those that were sharded",
+        got=f"{', '.join(names[:3])}{more}",
+        expected="the parameters that they had after OSDP(...)",
+        advice="replace, tie, prune or parametrize layers before OSDP(...), change values under "
+        "torch.no_grad(), and call torch.func.functional_call under the pin *=replicate in fp32",
+    )
+
+
+Place = tuple[nn.Module, str, Callable[[nn.Parameter | None], bool]]
+"""A module, the name that it has for a parameter, and whether what it has there rests or was gathered."""
+
+
+def refuse_others(modules: Iterable[nn.Module], places: Sequence[Place]) -> None:
+    """Have a unit's modules raise OsdpError where they are called with others in the places of its parameters."""
+    tables = [(module._parameters, name, is_known) for module, name, is_known in places]
+
+    def check(*unused: Any) -> None:
+        if names := [name for table, name, is_known in tables if not is_known(table.get(name))]:
+            raise others_registered(names)
+
+    for module in modules:
+        module.register_forward_pre_hook(check, prepend=True)

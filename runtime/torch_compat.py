@@ -7,9 +7,6 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     AllGather, ReduceScatter     interfaces of custom communication, not exported by torch.distributed.fsdp
     reduce_all_or_none           FSDP2 adds up gradients of several micro-batches without asking whose they are
     complete_reduction           FSDP2 all-reduces only in a backward
-    share_secondary_mesh         `reshard_after_forward=K` makes a new mesh, and so new process groups,
-                                 for every call; here all units with equal K get one
-    containers_with_forward      2.11 refuses lists of modules that have a forward, such as parametrizations
     reset_iteration              2.11 has none; that of 2.13 leaves unsharded gradients for the next backward to add to
     free_in_every_backward       2.11 keeps what a reduction left if the backward after it has no gradients to reduce,
                                  2.12 until that has reduced its own
@@ -48,7 +45,6 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -229,22 +225,6 @@ def complete_reduction(module: FSDPModule) -> None:
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
         _forget_reductions(group.comm_ctx)  # what it held is ordered before what comes now
-
-
-def share_secondary_mesh(mesh: DeviceMesh) -> AbstractContextManager[object]:
-    """Let `fully_shard(reshard_after_forward=K)` use `mesh`, of shape (N / K, K), instead of a new one."""
-    return patch.object(_fsdp_init, "DeviceMesh", lambda device_type, ranks: mesh)
-
-
-def containers_with_forward() -> AbstractContextManager[object]:
-    """Let `fully_shard` take lists and dicts of modules that have a forward of their own, as from 2.13 on."""
-    check = cast(Any, _fully_shard)._validate_module
-
-    def validate(module: Any, func_name: str) -> None:
-        if getattr(type(module), "forward", None) is nn.Module.forward:  # of several modules it is given the list
-            check(module, func_name)
-
-    return patch.object(_fully_shard, "_validate_module", validate)
 
 
 @contextmanager
@@ -459,32 +439,6 @@ def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.o
 def no_modes() -> AbstractContextManager[None]:
     """Leave the dispatch modes that are entered, such as a dry run's fake tensors, for what is computed within."""
     return cast(AbstractContextManager[None], _python_dispatch._disable_current_modes())
-
-
-def few_chunks() -> AbstractContextManager[object]:
-    """Let `fully_shard` chunk a parameter lazily: only the chunks that it looks at, not one for every rank.
-
-    For dry runs of a thousand ranks, where cutting fake tensors would take minutes.
-    """
-    return patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
-
-
-class _Chunks(Sequence[Tensor]):
-    """`torch.chunk(tensor, count, dim)`, filled up with empty ones, of which each is made when asked for."""
-
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self.tensor, self.parts, self.dim = tensor, count, dim
-        self.rows = -(-tensor.size(dim) // count)
-
-    def __len__(self) -> int:
-        return self.parts
-
-    def __getitem__(self, index: Any) -> Any:
-        size = self.tensor.size(self.dim)
-        start = min(index * self.rows, size)
-        if start == size:
-            return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, start, min(self.rows, size - start))
 
 
 def forget_meshes() -> None:

@@ -69,6 +69,23 @@ def _check(schedule: Schedule, graph: ModelGraph) -> None:
     if odd and schedule.precision == "bf16":
         what = "parametrized modules compute in the dtype that they have, which plain FSDP2 in bf16 does not know"
         raise OsdpError(what, got=", ".join(odd[:5]), advice="plan with --precision fp32")
+    if not schedule.by_ddp and (taken := _taken_by_others(schedule)):
+        what = "plain FSDP2 would gather these with a module inside the one that reads them"
+        raise OsdpError(what, got=", ".join(taken[:5]), advice="run the plan by OSDP(...), or plan with *=replicate")
+
+
+def _taken_by_others(schedule: Schedule) -> list[str]:
+    """Return the parameters that `fully_shard`, from the inside out, takes into another unit than the schedule has."""
+    homes = {path: unit for unit in schedule.units if not unit.is_plain for path in unit.modules}
+    found = []
+    for unit in {id(unit): unit for unit in homes.values()}.values():
+        for parameter in unit.parameters:
+            around = parameter.path
+            while around and around not in homes:
+                around = around.rpartition(".")[0]
+            if homes.get(around, unit) is not unit:
+                found.append(parameter.path)
+    return found
 
 
 def _head(found: Expressible) -> list[str]:

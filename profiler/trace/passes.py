@@ -62,12 +62,13 @@ def run_sizes(
     dtypes: Mapping[str, RestingDtype],
     device: DatalessDevice,
     sizes: Sequence[int],
-    computed: Sequence[ComputedAttribute] = (),
+    computed: Sequence[ComputedAttribute],
+    wrap: Callable[[list[nn.Module]], None],
 ) -> Runs:
     """Run a pass per micro-batch, of a module with parameters of these `dtypes` and attributes that hooks have
-    `computed`."""
+    `computed`.  Modules that turn out to be operators, as they read parameters inside, are given to `wrap`."""
     first, *others = sizes
-    runner = _Runner(module, source, groups, dtypes, device, computed)
+    runner = _Runner(module, source, groups, dtypes, device, computed, wrap)
     passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
@@ -156,8 +157,10 @@ class _Runner:
         dtypes: Mapping[str, RestingDtype],
         device: DatalessDevice,
         computed: Sequence[ComputedAttribute],
+        wrap: Callable[[list[nn.Module]], None],
     ) -> None:
         self.groups = groups
+        self._wrap = wrap
         self._dtypes = dtypes
         self._readers = dict[int, set[str]]()
         """By operator: modules of its block that read the dtype of its parameters, by path."""
@@ -201,6 +204,7 @@ class _Runner:
         repeated = frozenset(path for path, count in runs.items() if count > 1)
         is_as_before = trial.leaves_nothing and before[0] == state_of(self._module)[0]  # no cache has been filled
         if repeated or not (is_as_before and merged == self.groups):
+            self._wrap([self._module.get_submodule(path) for group in merged for path in group.modules])
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
         self._changed = found.changed

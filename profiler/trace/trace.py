@@ -127,10 +127,11 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
         until_traced.enter_context(parameters_stay(source.name, module))
         _check_hooks(source.name, module, wrapped := wrappable(module))
         containers = ContainersHanded(wrapped if COMPUTE_DTYPE[precision] else ())
-        for hooks in (outputs_aliased(module), inputs_cast(module, precision), containers.surrounding()):
+        alias_others = until_traced.enter_context(outputs_aliased(module))
+        for hooks in (inputs_cast(module, precision), containers.surrounding()):
             until_traced.enter_context(hooks)
         with unregistered_reads(module) as read, mode:
-            run = run_sizes(module, source, found, rested, device, sizes, computed)
+            run = run_sizes(module, source, found, rested, device, sizes, computed, alias_others)
             # What a forward has put in their place is counted where it makes it.
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
             held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))

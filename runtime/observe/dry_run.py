@@ -27,6 +27,7 @@ from profiler.errors import OsdpError
 from profiler.fake_devices import modules_converted
 from profiler.garbage_collection import without_garbage_collection
 from runtime.apply_schedule import apply_schedule
+from runtime.fully_shard_compat import few_chunks
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
 from runtime.observe.live_bytes import ACTIVATIONS, HOST, LiveBytes, Peak
 from runtime.observe.part_peaks import PartPeak, PartPeaks
@@ -34,7 +35,7 @@ from runtime.optimizers import as_priced
 from runtime.schedule import Schedule
 from runtime.step.gradient_accumulation import Accumulation
 from runtime.strategies import ring_reduce_scatter
-from runtime.torch_compat import few_chunks, forget_meshes, held_tensor
+from runtime.torch_compat import forget_meshes, held_tensor
 
 
 @dataclass(frozen=True)

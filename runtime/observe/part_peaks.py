@@ -63,6 +63,7 @@ class PartPeaks(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _ran(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            # No leaf: a parameter that a module returns is not to have hooks, and others have their turn at any time.
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 hook: Any = tensor.register_hook
                 hook(lambda _gradient: self.enter("backward", name))

@@ -1,7 +1,8 @@
 """Wrapping by `fully_shard`: all-gather before forward and backward, reduce-scatter after backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,13 +10,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.fully_shard_compat import containers_with_forward, managing_all, share_secondary_mesh
+from runtime.registered_parameters import Place, refuse_others
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
 from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
     complete_reduction,
-    containers_with_forward,
     forget_forward,
     free_in_every_backward,
     gather_for_every_backward,
@@ -23,12 +25,12 @@ from runtime.torch_compat import (
     initialise,
     keep_after_forward,
     keep_repeated_inputs,
+    packed_parameters,
     prefetch_for_backwards,
     reduce_all_or_none,
     reduce_when_rerun,
     reset_iteration,
     reshard_without,
-    share_secondary_mesh,
     take_held,
 )
 
@@ -87,7 +89,7 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
     secondary = context.meshes.mesh(strategy.secondary) if strategy.secondary else mesh
     pinned = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
     try:
-        with share_secondary_mesh(secondary), containers_with_forward():
+        with share_secondary_mesh(secondary), containers_with_forward(), managing_all(own.keys()):
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
@@ -100,11 +102,29 @@ def shard(unit: ScheduledUnit, context: WrapContext, mesh: DeviceMesh) -> FullyS
         raise OsdpError(f"{unit.name} cannot be wrapped as scheduled", got=str(error).splitlines()[0]) from error
     first = modules[0]
     assert isinstance(first, FSDPModule)
+    if len(packed_parameters(first)) != len(own):  # those left out would train apart on every rank
+        what, expected = f"{unit.name} cannot be wrapped as scheduled", f"{len(own)} parameters"
+        raise OsdpError(what, got=f"FSDP2 has taken {len(packed_parameters(first))}", expected=expected)
     support_repeated_calls(first, modules)
+    refuse_others(modules, list(_places(first)))
     if len(modules) > 1:
         gather_for_every_backward(first, modules)
         reshard_without(first, modules, context.uncalled(unit))
     return FullyShardedUnit(unit, first, modules)
+
+
+def _places(first: FSDPModule) -> Iterator[Place]:
+    """Yield where a unit's parameters are registered."""
+    for one in packed_parameters(first):
+        info = one._module_info
+        tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+
+        def is_known(now: nn.Parameter | None, one: Any = one) -> bool:
+            rests_or_is_gathered = now is one.sharded_param or now is getattr(one, "_unsharded_param", None)
+            return rests_or_is_gathered or (now is not None and id(now) in gathered(first, {id(now): now}))
+
+        for module, name in ((info.module, info.param_name), *tied):
+            yield module, name, is_known
 
 
 def support_repeated_calls(first: FSDPModule, modules: Sequence[nn.Module]) -> None:

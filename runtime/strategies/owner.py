@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from runtime.local_shards import LocalShard, Origin, add_gradient, local_data, whole_or_nothing
 from runtime.module_outputs import refuse_double_backward, tensors_in
 from runtime.parameter_places import ParameterSite
+from runtime.registered_parameters import Place, refuse_others
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
 from runtime.strategies.wrap_context import WrapContext
@@ -49,6 +50,10 @@ class OwnedParameter:
         """Let the modules see `parameter`."""
         for module, name in self.places:
             module.register_parameter(name, parameter)
+
+    def known_places(self) -> list[Place]:
+        """Return where it is registered, and what may be there."""
+        return [(module, name, lambda now: now is self.resting or now is self.full) for module, name in self.places]
 
     def rest(self) -> None:
         """Let the modules see the resting parameter where they see the full one, and not what others have put there."""
@@ -93,6 +98,7 @@ class OwnedUnit(WrappedUnit):
         for module in self.modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
+        refuse_others(self.modules, [place for one in self.parameters for place in one.known_places()])
 
     def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
         return whole_or_nothing(origin, parameter, self.is_owner)

@@ -253,6 +253,8 @@ def refuse(rank: int) -> dict[str, str]:
         values = {key: 2 * parameter.detach() for key, parameter in model.named_parameters()}
         model(x)  # what it leaves gathered is not taken for what somebody has put there
         said[f"replaced by functional_call {name}"] = refusal(lambda: torch.func.functional_call(model, values, (x,)))  # noqa: B023
+        encoder = {key: 2 * parameter.detach() for key, parameter in model.encoder.named_parameters()}
+        said[f"replaced in a layer {name}"] = refusal(lambda: torch.func.functional_call(model.encoder, encoder, (x,)))  # noqa: B023
         said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
         whole = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
@@ -272,6 +274,6 @@ def test_what_cannot_be_followed_is_refused() -> None:
     }
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
-    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 3 * (len(STRATEGIES) - 1)
+    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 4 * (len(STRATEGIES) - 1)
     for name, text in by_rank[0].items():
         assert next(part for start, part in known.items() if name.startswith(start)) in text, (name, text)

@@ -128,6 +128,34 @@ def test_parameters_that_no_unit_can_hold_are_refused_by_name(shape: tuple[int, 
     assert refused.value.got == "odd"
 
 
+class _Reading(nn.Module):
+    """Multiplies what an encoder makes of its input with a weight inside of that, which owns another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Module()
+        self.encoder.inner, self.encoder.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.encoder.forward = lambda x: self.encoder.inner(x) * self.encoder.scale  # type: ignore[method-assign, operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.encoder(x) @ self.encoder.inner.weight  # type: ignore[operator, union-attr]
+        return product
+
+
+def test_parameters_that_plain_fsdp2_would_gather_elsewhere_are_refused_by_name() -> None:
+    cluster = cluster_of(1, 2)
+    source = source_of(_Reading(), "a model", None, lambda batch: (torch.empty(batch, 4),))
+    for strategy in ("shard", "replicate"):
+        planned = plan_model(source, cluster, Request(1 << 30, micro_batch=1, pins=(parse_pin(f"*={strategy}"),)))
+        opened = open_plan(planned.plan, planned.graph, cluster)
+        if strategy == "replicate":
+            assert "DistributedDataParallel" in exported(opened, "fsdp2", nearest=False).text
+            continue
+        with pytest.raises(OsdpError, match="gather these with a module inside") as refused:
+            exported(opened, "fsdp2", nearest=False)
+        assert refused.value.got == "encoder.inner.weight, encoder.inner.bias"
+
+
 def test_a_nearest_plan_that_does_not_fit_says_so() -> None:
     view = view_of(Case("gpt2", {}, "owner"))
     view = replace(view, plan=replace(view.plan, limit_bytes=1 << 20))
