@@ -42,18 +42,6 @@ class RegisteredParameters:
         return lost | {name: one for name, one in now.items() if one is not self._resting.get(name, one)}
 
 
-def others_registered(names: Sequence[str]) -> OsdpError:
-    """Return the error that modules have others in the places of these parameters."""
-    more = f" and {len(names) - 3} more" if names[3:] else ""
-    return OsdpError(
-        "modules have other parameters than those that were sharded",
-        got=f"{', '.join(names[:3])}{more}",
-        expected="the parameters that they had after OSDP(...)",
-        advice="replace, tie, prune or parametrize layers before OSDP(...), change values under "
-        "torch.no_grad(), and call torch.func.functional_call under the pin *=replicate in fp32",
-    )
-
-
 Place = tuple[nn.Module, str, Callable[[nn.Parameter | None], bool]]
 """A module, the name that it has for a parameter, and whether what it has there rests or was gathered."""
 
@@ -64,7 +52,13 @@ def refuse_others(modules: Iterable[nn.Module], places: Sequence[Place]) -> None
 
     def check(*unused: Any) -> None:
         if names := [name for table, name, is_known in tables if not is_known(table.get(name))]:
-            raise others_registered(names)
+            raise OsdpError(
+                "a layer that is sharded by itself is called with other parameters than its own",
+                got=", ".join(names[:3]),
+                expected="the parameters that it had after OSDP(...)",
+                advice="for torch.func.functional_call in a forward, also under vmap, pin the layers of its block to "
+                "one strategy, as in blocks.*=shard, or all to *=replicate; replace and tie layers before OSDP(...)",
+            )
 
     for module in modules:
         module.register_forward_pre_hook(check, prepend=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard, Origin, local_shard
 from runtime.module_outputs import watch_outputs
-from runtime.registered_parameters import RegisteredParameters, others_registered
+from runtime.registered_parameters import RegisteredParameters
 from runtime.schedule import Schedule
 
 
@@ -145,7 +146,14 @@ class ShardedModel:
         gathered = self.gathered({id(one): one for one in others.values() if one is not None})
         names = [name for name, one in others.items() if one is None or id(one) not in gathered]
         if names:
-            raise others_registered(names)
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            raise OsdpError(
+                "modules have other parameters than those that were sharded",
+                got=f"{', '.join(names[:3])}{more}",
+                expected="the parameters that they had after OSDP(...)",
+                advice="replace, tie, prune or parametrize layers before OSDP(...), change values under "
+                "torch.no_grad(), and call torch.func.functional_call under the pin *=replicate in fp32",
+            )
 
     def reshard(self) -> None:
         """Discard copies of parameters that a forward left, as these may change; a later backward makes them again."""

@@ -254,7 +254,9 @@ def refuse(rank: int) -> dict[str, str]:
         model(x)  # what it leaves gathered is not taken for what somebody has put there
         said[f"replaced by functional_call {name}"] = refusal(lambda: torch.func.functional_call(model, values, (x,)))  # noqa: B023
         encoder = {key: 2 * parameter.detach() for key, parameter in model.encoder.named_parameters()}
-        said[f"replaced in a layer {name}"] = refusal(lambda: torch.func.functional_call(model.encoder, encoder, (x,)))  # noqa: B023
+        said[f"functional_call of a layer {name}"] = refusal(
+            lambda: torch.func.functional_call(model.encoder, encoder, (x,))
+        )  # noqa: B023
         said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
         whole = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
@@ -265,6 +267,7 @@ def refuse(rank: int) -> dict[str, str]:
 def test_what_cannot_be_followed_is_refused() -> None:
     known = {
         "replaced": "modules have other parameters than those that were sharded",
+        "functional_call": "called with other parameters than its own",
         "pickled": "save model.full_state_dict()",
         "converted": "convert the model before OSDP(...)",
         "shared": "another OSDP model has layers of this one",
