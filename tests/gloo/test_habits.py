@@ -253,10 +253,8 @@ def refuse(rank: int) -> dict[str, str]:
         values = {key: 2 * parameter.detach() for key, parameter in model.named_parameters()}
         model(x)  # what it leaves gathered is not taken for what somebody has put there
         said[f"replaced by functional_call {name}"] = refusal(lambda: torch.func.functional_call(model, values, (x,)))  # noqa: B023
-        encoder = {key: 2 * parameter.detach() for key, parameter in model.encoder.named_parameters()}
-        said[f"functional_call of a layer {name}"] = refusal(
-            lambda: torch.func.functional_call(model.encoder, encoder, (x,))
-        )  # noqa: B023
+        own = {key: values[f"encoder.{key}"] for key in ("weight", "bias")}
+        said[f"functional_call {name}"] = refusal(lambda: torch.func.functional_call(model.encoder, own, (x,)))  # noqa: B023
         said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
         whole = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
