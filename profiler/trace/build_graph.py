@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,13 +33,12 @@ from profiler.trace.call_records import CallRecord, Ending, Opening, Tally
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
+from profiler.trace.waiting_gradients import less, waiting_bytes, without_waiting
 
 _WORK = ("flops", "matmul_bytes", "other_bytes")
 """What a tally counts of the device's work, in the order of `Work`."""
 _KINDS = Recompute.NOTHING, Recompute.EVERYTHING, Recompute.SELECTIVE
 """What is recomputed in the passes of a graph, in the order of the fields that hold what was measured."""
-_BACKWARD_BYTES = tuple(field.name for field in fields(CallMemory) if "backward_" in field.name)
-"""Lines of a call that count the live bytes of its backward."""
 
 
 def assemble(
@@ -100,8 +98,8 @@ def assemble(
     found = [call if call.operator in readers else replace(call, reads_parameters=True) for call in found]
     paths = [first.executions[execution].path for execution in run]
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
-    waiting = _waiting_bytes(module, operators, found)
-    calls = tuple(map(_without_waiting, found, waiting, [0, *waiting]))
+    waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
+    calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
     blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting, let_go)
     named = dict(module.named_parameters())
     return ModelGraph(
@@ -347,55 +345,6 @@ def _parts(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> list[Para
     return [_parameter(name, one, RestingDtype(one.dtype, one.dtype, keeps=True)) for one in own]
 
 
-def _waiting_bytes(module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call]) -> list[int]:
-    """Return for each call the bytes of the gradients of operators that have run back and will again.
-
-    Autograd accumulates a parameter's gradient over its uses in one backward; until the last it stays alive.
-    """
-    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    named = dict(module.named_parameters())
-    reading = [(index, call.operator) for index, call in enumerate(calls) if call.reads_parameters]
-    first = {operator: index for index, operator in reversed(reading)}
-    last = {operator: index for index, operator in reading}
-    waiting = [0] * len(calls)
-    for operator, end in last.items():
-        trained = [named[parameter.name] for parameter in operators[operator].parameters if parameter.trainable]
-        tied = [parameter for parameter in trained if uses[id(parameter)] > 1]
-        size_bytes = sum(allocated_bytes(parameter.nbytes) for parameter in tied or trained)
-        for index in range(first[operator], end):
-            waiting[index] += size_bytes
-    return waiting
-
-
-def _without_waiting(call: Call, waiting_bytes: int, waiting_before: int) -> Call:
-    """Return the call with gradients that wait in autograd left out of its backward's peak, of what its block runs
-    before it those that wait in the call before.
-
-    They belong to the operator that they are for, like its unsharded parameters: the planner adds them.
-    """
-    if not waiting_bytes or call.backward_peak_bytes == call.saved_bytes:
-        return call
-    waiting = waiting_bytes, min(waiting_bytes, waiting_before)
-    apart = call.apart and replace(call.apart, **_lower_all(call.apart, *waiting))
-    return replace(call, **_lower_all(call, *waiting), apart=apart)
-
-
-def _lower_all(memories: CallMemories, *waiting: int) -> dict[str, Any]:
-    recomputed, selective = (
-        memory and replace(memory, **_lower(memory, *waiting)) for memory in (memories.recomputed, memories.selective)
-    )
-    return {**_lower(memories, *waiting), "recomputed": recomputed, "selective": selective}
-
-
-def _lower(memory: CallMemory, *waiting: int) -> dict[str, Any]:
-    return {name: _less(getattr(memory, name), waiting[name.startswith("opening")]) for name in _BACKWARD_BYTES}
-
-
-@lru_cache(maxsize=1024)  # alike calls have the same lines
-def _less(one: Affine, size_bytes: int) -> Affine:
-    return replace(one, fixed=max(0.0, one.fixed - size_bytes))
-
-
 def _blocks(
     module: nn.Module,
     operators: Sequence[Operator],
@@ -445,7 +394,7 @@ def _block_rerun(passes: Mapping[int, Pass], execution: int, waiting_bytes: int)
     flops, matmul_bytes, other_bytes = (line([getattr(tally, name) for tally in again], sizes) for name in _WORK)
     work = Work(flops, matmul_bytes, other_bytes, max(tally.launches for tally in again))
     in_tail = any(run.again_in_tail for run in runs)
-    return Rerun(_less(start, waiting_bytes), _less(peak, waiting_bytes), in_tail, work)
+    return Rerun(less(start, waiting_bytes), less(peak, waiting_bytes), in_tail, work)
 
 
 def _likeness(call: Call, operators: Sequence[Operator], path: str) -> tuple[Any, ...]:

@@ -107,6 +107,8 @@ class CallRecord:
     """Bytes that this call wrote and later calls read."""
     reads_parameters: bool = False
     """Whether any op of it read parameters of its operator."""
+    reads: frozenset[int] = frozenset()
+    """Keys of the storages of those, of operators of which passes are to tell them apart."""
     late: bool = False
     """Whether its module was handed nothing that needs a gradient."""
 

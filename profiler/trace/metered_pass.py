@@ -120,6 +120,8 @@ class PassOptions:
     """What earlier steps have left, which is live until the model lets go of it."""
     computed: Sequence[ComputedAttribute] = ()
     """Attributes that hooks compute, which hold as much from step to step."""
+    told_apart: frozenset[int] = frozenset()
+    """Keys of storages of parameters of which calls say whether they read them."""
     reads: AbstractContextManager[Any] = field(default_factory=nullcontext)
     """In which a step runs."""
 
@@ -143,6 +145,7 @@ def run_pass(
         repeated=options.repeated,
         bounded=options.bounded,
         changed=options.changed,
+        told_apart=options.told_apart,
     )
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):

@@ -60,6 +60,7 @@ Memo = dict[tuple[Any, ...], Known]
 
 _CALLING = vars(sys.modules[nn.Module.__module__])
 """The names of the file whose code calls forwards as modules are called."""
+_NONE = frozenset[int]()
 
 
 class Meter(UncompiledMode):
@@ -79,14 +80,15 @@ class Meter(UncompiledMode):
         repeated: Container[str] = (),
         bounded: Sequence[Execution] = (),
         changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
+        told_apart: frozenset[int] = _NONE,
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
         With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
-        The blocks in `repeated` run several times, so that they are no units and have no boundary.  No block has one if
-        their executions have been seen `bounded`.  A recomputed block holds copies of the buffers that it
-        has `changed`.
+        Blocks in `repeated` run several times: they are no units and have no boundary, nor has any if their executions
+        have been seen `bounded`.  Recomputed ones hold copies of the buffers that they have `changed`.  Calls say which
+        parameters they read of those whose storages have the keys `told_apart`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -109,7 +111,7 @@ class Meter(UncompiledMode):
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
         self._stand_ins, self._repeated, self._bounded = stand_ins, repeated, bounded
-        self._module, self._known_changes = module, changed
+        self._module, self._known_changes, self._told_apart = module, changed, told_apart
         self.changed: dict[str, tuple[BufferSite, ...]] = {}
         """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
         self.written = WrittenParameters(module, named)
@@ -127,10 +129,7 @@ class Meter(UncompiledMode):
     # --- modules ----------------------------------------------------------------------------------
 
     def watched(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return a forward of the module at `path` that tells the meter that it runs, and marks its exceptions.
-
-        Return None where it will not run.
-        """
+        """Return a forward of the module at `path` that tells the meter; None if it is not to run."""
         if self._stand_ins.are_around(path):
             return None
         operator, is_block, ledger = self._operators.get(path), path in self._blocks, self.ledger
@@ -440,6 +439,7 @@ class Meter(UncompiledMode):
         """Find the call that an op on `tensors` belongs to; return the tensors that are not of this trace."""
         live, resident = self.ledger.live, self.ledger.resident
         reads: list[int] = []
+        keys = _NONE
         used: list[LiveStorage] = []
         foreign: list[Tensor] = []
         for tensor in tensors:
@@ -450,6 +450,7 @@ class Meter(UncompiledMode):
             elif (owner := resident.get(key)) is not None:
                 if owner != NOBODY:
                     reads.append(owner)
+                    keys |= self._told_apart & {key}
             elif self._synthesize and not tensor.is_meta:
                 foreign.append(tensor)
             else:
@@ -461,6 +462,7 @@ class Meter(UncompiledMode):
                     self.ledger.read(used)
         else:
             self._follow_forward(reads, tensors)
+            self.ledger.call.reads |= keys
             self.ledger.attribute_saves()
             self.ledger.use(used)
         return foreign

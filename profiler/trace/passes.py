@@ -27,6 +27,7 @@ from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.resting_reads import reads_as_on_ranks
 from profiler.trace.trace_errors import ModelError, explained_inputs
+from profiler.trace.waiting_gradients import told_apart
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ class _Runner:
         """Blocks that run several times."""
         self._changed: Mapping[str, Sequence[BufferSite]] = {}
         """By block: its buffers that its forward changes."""
+        self._told_apart = frozenset[int]()
+        """Keys of storages of parameters of which passes record which calls read them."""
         self._left: Sequence[LiveStorage] = ()
         """What the last pass left, as caches do."""
 
@@ -208,6 +211,7 @@ class _Runner:
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
         self._changed = found.changed
+        self._told_apart = told_apart(self._module, self.groups, found.calls)
         self.without_gradient = self._without_gradient(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
@@ -331,6 +335,7 @@ class _Runner:
             changed=self._changed,
             left=self._left,
             computed=self._computed,
+            told_apart=self._told_apart,
             reads=reads_as_on_ranks(module, self.groups, self.blocks, self._dtypes, device.data, self._readers),
         )
         device.data.begin_forward(self._draws.at)

@@ -65,7 +65,50 @@ def test_memory_is_predicted(part: str, precision: str) -> None:
     inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
     source, machine = ModelSource(part, lambda: Prompted(part), inputs, 1), cluster(2, 2)
     graph = trace_model(source, precision)
-    for strategy in ("shard", "replicate", "shard_grad"):
-        for batch in (1, 5):
-            plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=batch)
-            assert -0.001 <= compare(plan, source, graph, machine).error <= 0.02, (strategy, batch)
+    for strategy, batch in (("shard", 1), ("replicate", 1), ("shard_grad", 5)):
+        plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=batch)
+        assert -0.001 <= compare(plan, source, graph, machine).error <= 0.02, strategy
+
+
+class Body(nn.Module):
+    """Owns a scale, or not, and multiplies with weights of its caller."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
+
+    def forward(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        """(batch, STEPS, WIDTH) -> the same."""
+        x = torch.tanh(x)
+        for weight in weights:
+            x = x @ weight
+        return x if self.scale is None else x * self.scale
+
+
+class Between(nn.Module):
+    """Two layers, of which the model reads parameters, so that both are one operator, around a body with another."""
+
+    def __init__(self, times: int, scaled: bool, normed: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.body = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Body(scaled)
+        self.times, self.normed = times, normed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(self.embed(x), [self.embed.weight] * self.times))
+        return (y / (1 + self.head.bias.pow(2).mean()) if self.normed else y).pow(2).mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_that_wait_are_those_of_the_parameters_that_are_read_again(
+    times: int, scaled: bool, precision: str
+) -> None:
+    """All of an operator's were once taken to wait in autograd while one of them did: up to 12 % too low."""
+    inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
+    machine = cluster(2, 2)
+    for normed in (True, False):
+        source = ModelSource(f"{normed}", lambda: Between(times, scaled, normed), inputs, 1)  # noqa: B023
+        graph = trace_model(source, precision)
+        plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=1)
+        assert -0.002 <= compare(plan, source, graph, machine).error <= 0.05, normed
