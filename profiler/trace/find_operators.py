@@ -26,18 +26,31 @@ class Group:
     """Names of the parameters as in `named_parameters()`."""
 
 
-def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> tuple[Group, ...]:
+class OtherDtypesError(Exception):
+    """An operator that was merged of several has trained parameters in other dtypes than most: `names`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(*names)
+        self.names = frozenset(names)
+
+
+def find_groups(
+    root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None, whole: Container[str] = ()
+) -> tuple[Group, ...]:
     """Return the operators of `root` in module order: one per owning module, tied modules together.
 
-    `dtypes` are those that parameters rest in, by name; None: those that they have.
+    `dtypes` are those that parameters rest in, by name; None: those that they have.  Those in `whole` are left out.
 
     Parameters without dimensions (`logit_scale` of CLIP) or elements belong to none: there is nothing to shard or to
     plan.  Of a module whose trained parameters have several dtypes, neither do those that are not of the most frequent
-    one: FSDP2 reduces gradients of one dtype together.  Nor do opaque ones.
+    one: FSDP2 reduces gradients of one dtype together.  Nor do opaque ones.  Of operators that are merged later the
+    same is true (`of_other_dtypes`).
     """
     rested = {id(one): dtypes[name] if dtypes else one.dtype for name, one in root.named_parameters()}
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    owned = {path: list(map(id, _shardable(module, rested))) for path, module in root.named_modules()}
+    owned = {path: list(map(id, _shardable(one._parameters.values(), rested))) for path, one in root.named_modules()}
+    if whole:
+        owned = {path: [one for one in identities if names[one] not in whole] for path, identities in owned.items()}
     above, first = {path: path for path in owned}, dict[int, str]()  # a forest: tied paths are in one tree
 
     def top(path: str) -> str:
@@ -58,15 +71,26 @@ def find_groups(root: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
     )
 
 
-def _shardable(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> list[nn.Parameter]:
-    """Return the parameters that a module owns and that can be in one unit; `dtypes` are by identity."""
-    own = [one for one in module._parameters.values() if one is not None and one.dim() and one.numel()]
+def _shardable(parameters: Iterable[nn.Parameter | None], dtypes: Mapping[int, torch.dtype]) -> list[nn.Parameter]:
+    """Return those of some parameters that can be in one unit; `dtypes` are by identity."""
+    own = [one for one in parameters if one is not None and one.dim() and one.numel()]
     own = [one for one in own if not is_opaque(one)]
     trained: Counter[torch.dtype] = Counter()
     for parameter in own:
         trained[dtypes[id(parameter)]] += parameter.numel() if parameter.requires_grad else 0
     most = max(trained, key=lambda dtype: trained[dtype], default=None)
     return [parameter for parameter in own if not parameter.requires_grad or dtypes[id(parameter)] == most]
+
+
+def of_other_dtypes(root: nn.Module, groups: Iterable[Group], dtypes: Mapping[str, torch.dtype]) -> set[str]:
+    """Return the names of the parameters that merged operators train in another dtype than most of theirs."""
+    named = dict(root.named_parameters())
+    rested = {id(named[name]): dtype for name, dtype in dtypes.items() if name in named}
+    apart = set[str]()
+    for group in groups:
+        kept = set(map(id, _shardable((named[name] for name in group.parameters), rested)))
+        apart |= {name for name in group.parameters if id(named[name]) not in kept}
+    return apart
 
 
 def held_whole(root: nn.Module, groups: Iterable[Group]) -> list[str]:

@@ -18,7 +18,7 @@ from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
-from profiler.trace.find_operators import Group, find_blocks, merge_read_outside
+from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
 from profiler.trace.live_storage import LiveStorage
 from profiler.trace.metered_pass import NoGradientError, Pass, PassOptions, run_pass, trains
@@ -203,10 +203,14 @@ class _Runner:
         for operator, readers in self._readers.items():
             read_outside[operator] = read_outside.get(operator, set()) | readers
         merged = merge_read_outside(self.groups, read_outside, trial.ran)
+        is_as_found = merged == self.groups
+        rested = {} if is_as_found else {name: one.rest for name, one in self._dtypes.items()}
+        if not is_as_found and (apart := of_other_dtypes(self._module, merged, rested)):
+            raise OtherDtypesError(apart)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
         is_as_before = trial.leaves_nothing and before[0] == state_of(self._module)[0]  # no cache has been filled
-        if repeated or not (is_as_before and merged == self.groups):
+        if repeated or not (is_as_before and is_as_found):
             self._wrap([self._module.get_submodule(path) for group in merged for path in group.modules])
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)

@@ -9,7 +9,7 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -32,7 +32,7 @@ from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
-from profiler.trace.find_operators import find_groups, held_whole
+from profiler.trace.find_operators import OtherDtypesError, find_groups, held_whole
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
 from profiler.trace.registered_parameters import parameters_stay
@@ -89,10 +89,10 @@ def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, si
     # Freeing cycles at arbitrary times would make live memory irreproducible.
     with without_garbage_collection(), without_logs():
         try:
-            return _traced(source, settings, MetaDevice(expert_imbalance), sizes)
+            return _traced_on(lambda: MetaDevice(expert_imbalance), source, settings, sizes)
         except ModelError as error:
             try:
-                return _traced(source, settings, FakeCpu(expert_imbalance), sizes)
+                return _traced_on(lambda: FakeCpu(expert_imbalance), source, settings, sizes)
             except ModelError as second:
                 clearer = more_telling(error, second)
                 raise clearer from clearer.__cause__
@@ -100,8 +100,22 @@ def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, si
                 raise error from None
 
 
-def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, sizes: Sequence[int]) -> ModelGraph:
-    """Build the model on the device, run a pass per micro-batch and return the graph."""
+def _traced_on(
+    device: Callable[[], DatalessDevice], source: ModelSource, settings: _Settings, sizes: Sequence[int]
+) -> ModelGraph:
+    """Trace on a new device; again, with more parameters in no operator, where operators that merge differ in dtype."""
+    whole = frozenset[str]()
+    while True:
+        try:
+            return _traced(source, settings, device(), sizes, whole)
+        except OtherDtypesError as error:
+            whole |= error.names
+
+
+def _traced(
+    source: ModelSource, settings: _Settings, device: DatalessDevice, sizes: Sequence[int], whole: frozenset[str]
+) -> ModelGraph:
+    """Build the model on the device, run a pass per micro-batch and return the graph; `whole` are in no operator."""
     precision, master_weights = settings.precision, settings.master_weights
     what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
     advice = (
@@ -116,7 +130,7 @@ def _traced(source: ModelSource, settings: _Settings, device: DatalessDevice, si
             shared = shared_memory(module)
             until_traced.enter_context(computed_forgotten(module, device.torch_device))
             rested = resting_dtypes(module, precision, master_weights)
-            found = find_groups(module, {name: one.rest for name, one in rested.items()})
+            found = find_groups(module, {name: one.rest for name, one in rested.items()}, whole)
             rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             separate = {place for place, _ in unregistered_tensors(module).values()}  # a copy's views have their own
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from trace_models import Block, ConvNet, EncoderDecoder, LanguageModel
 
-from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_read_outside
+from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_read_outside, of_other_dtypes
 
 
 class Layer(nn.Module):
@@ -111,6 +111,18 @@ def test_modules_that_run_and_are_read_elsewhere_join_what_is_around_both() -> N
     (group, *_), readers = find_groups(tree), {0: ["body"]}
     assert group.modules == ("body.embed", "head")
     assert merge_read_outside((group,), readers, ran) == (Group(("",), ("body.embed.weight", "head.bias")),)
+
+
+def test_operators_that_merge_keep_the_dtype_of_most_of_what_they_train() -> None:
+    tree = Tree(held=nn.Linear(4, 4, bias=False, dtype=torch.complex64))
+    tree.bias, tree.frozen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(9, 9), requires_grad=False)
+    dtypes = {name: one.dtype for name, one in tree.named_parameters()}
+    merged = merge_read_outside(find_groups(tree), {1: [""]}, dict.fromkeys([""]))
+    assert [group.modules for group in merged] == [("",)]
+    assert of_other_dtypes(tree, merged, dtypes) == {"bias"}
+    groups = find_groups(tree, dtypes, {"bias"})
+    assert groups == (Group(("",), ("frozen",)), Group(("held",), ("held.weight",)))
+    assert of_other_dtypes(tree, merge_read_outside(groups, {1: [""]}, dict.fromkeys([""])), dtypes) == set()
 
 
 def list_of(*items: nn.Module) -> nn.ModuleList:
