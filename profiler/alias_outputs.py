@@ -87,7 +87,7 @@ def _alias(module: nn.Module, view: Tensor) -> Tensor:
     if is_held_here_alone and type(view) is Tensor:  # subclasses may have no such operation
         aliased: Tensor = torch.ops.aten._unsafe_view.default(view, view.shape)
     else:
-        aliased = _Alias.apply(view)  # type: ignore[no-untyped-call]
+        aliased = Alias.apply(view)  # type: ignore[no-untyped-call]
     return aliased
 
 
@@ -96,10 +96,10 @@ def _copy(view: Tensor) -> Tensor:
     if 0 not in view.stride():
         return view.clone()
     once = view[tuple(slice(1) if stride == 0 else slice(None) for stride in view.stride())]
-    return _Alias.apply(once.clone().expand(view.shape))  # type: ignore[no-any-return, no-untyped-call]
+    return Alias.apply(once.clone().expand(view.shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Alias(torch.autograd.Function):
+class Alias(torch.autograd.Function):
     """The identity. A detached tensor shares the version counter, so harmful changes in place are still refused."""
 
     @staticmethod

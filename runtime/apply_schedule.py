@@ -28,6 +28,7 @@ from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
+from runtime.changed_inputs import follow_changed_inputs
 from runtime.dtensor_values import follow_values
 from runtime.local_shards import LocalShard, Origin, whole
 from runtime.meshes import Meshes
@@ -97,6 +98,8 @@ def apply_schedule(
     cast_inputs(model, schedule.precision)
     for split in schedule.splits:  # it owns no parameters itself: else each slice would cast its part
         cast_inputs(model.get_submodule(split.module), schedule.precision)
+    if not schedule.by_ddp:
+        follow_changed_inputs(dict.fromkeys(units))
     containers.surround()
     kept = set(map(id, model.parameters()))
     replace_references(model, names)

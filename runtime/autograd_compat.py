@@ -28,6 +28,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def unchanged(tensor: Tensor) -> AbstractContextManager[None]:
+    """Count nothing that happens to a tensor within as a change of it."""
+    context: AbstractContextManager[None] = cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor)
+    return context
+
+
 def without_transforms(tensor: Tensor) -> Tensor:
     """Return the tensor that transforms of torch.func, such as vmap, have wrapped."""
     functorch = torch._C._functorch
