@@ -7,8 +7,8 @@ micro-batch and not three times.
 
 A forward that runs again must do what it did, and leave nothing behind.  So lists that it is handed are what they were
 (`profiler.rerun_arguments`); buffers that it changes (statistics of BatchNorm, vectors of spectral norms) have again
-the values that they had before it, and keep those that it gave them; and in the first step its matrix products are
-compared: a block that remembers something else is refused.
+the values that they had before it, and keep those that it gave them; and in the first step its matrix products, and
+how large they are, are compared: a block that remembers something else is refused.
 
 Recomputed selectively, a block keeps what its matrix products and attention return, and takes it up again instead of
 computing it (`profiler.selective_recomputation`).  Offloaded, its input is on the host meanwhile
@@ -16,7 +16,7 @@ computing it (`profiler.selective_recomputation`).  Offloaded, its input is on t
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -178,7 +178,7 @@ class _Again(AbstractContextManager[None]):
             self.stack.callback(self.kept.end)
             self.stack.enter_context(_Keeping(self.kept, again=True))
         if isinstance(self.first, _Products) and not self.block.is_checked:
-            self.stack.enter_context(_Products(self.block.name, self.first.seen))
+            self.stack.enter_context(_Products(self.block.name, self.first))
 
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
@@ -218,27 +218,49 @@ class _Keeping(_EagerMode):
 class _Products(_EagerMode):
     """Notes the matrix products and convolutions of a forward, or compares them with those of the first."""
 
-    def __init__(self, block: str, expected: Sequence[str] | None) -> None:
+    def __init__(self, block: str, expected: "_Products | None") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.expected = block, expected
         self.seen: list[str] = []
+        self.norms: list[Tensor | None] = []
+        """Of what each returned; None where that has no data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if is_product(func):
             first = output[0] if isinstance(output, (tuple, list)) else output
             self.seen.append(f"{func} -> {tuple(first.shape)}")
+            self.norms.append(_norm(first))
             position = len(self.seen) - 1
-            if self.expected is not None and self.expected[position : position + 1] != self.seen[position:]:
-                self._refuse(self.seen[position], *self.expected[position : position + 1])
+            before = None if self.expected is None else self.expected.seen[position : position + 1]
+            if before is not None and before != self.seen[position:]:
+                self._refuse(self.seen[position], *before)
         return output
 
     def __exit__(self, error: Any, value: Any, traceback: Any) -> None:
         super().__exit__(error, value, traceback)  # type: ignore[no-untyped-call]
-        if error is None and self.expected is not None and len(self.seen) < len(self.expected):
-            self._refuse("no more", self.expected[len(self.seen)])
+        if self.expected is None or isinstance(value, OsdpError):
+            return
+        if error is None and len(self.seen) < len(self.expected.seen):
+            self._refuse("no more", self.expected.seen[len(self.seen)])
+        for name, norm, before in zip(self.seen, self.norms, self.expected.norms, strict=False):
+            if norm is not None and before is not None and not _is_close(norm, before):
+                self._refuse(f"{name} of norm {norm.item():.6g}", f"one of norm {before.item():.6g}")
 
     def _refuse(self, got: str, expected: str = "no more") -> None:
         what = f"block {self.block} cannot be recomputed: its forward does something else when it runs again"
         advice = "turn off what it remembers (use_cache=False in transformers), or plan with the pin"
         raise OsdpError(what, got=got, expected=expected, advice=f"{advice} {self.block}=keep")
+
+
+def _norm(tensor: Tensor) -> Tensor | None:
+    """Return a norm in at least fp32, for which nothing as large as the tensor is made; None of one without data."""
+    if type(tensor) is not Tensor or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm
+
+
+def _is_close(norm: Tensor, before: Tensor) -> bool:
+    """Return whether kernels that add up in another order each time could give both."""
+    return torch.allclose(norm, before, rtol=1e-3, atol=1e-30, equal_nan=True)

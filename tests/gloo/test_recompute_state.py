@@ -136,20 +136,51 @@ class Cached(Statistics):
         return super().forward(x)
 
 
-def recompute_what_remembers(rank: int, strategy: str) -> str:
+class Spiking(Remembering):
+    """A block that remembers in an attribute, as spiking neurons do: of it nothing has another shape the next time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.potential: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> the same."""
+        self.potential = 0.5 * self.potential + torch.tanh(self.first(x))
+        return x + self.second(self.potential)
+
+
+class Spikes(Statistics):
+    """Two such blocks, each run twice, reset when a forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Spiking(), Spiking()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> a loss."""
+        for block in self.blocks:
+            block.potential = 0.0
+        return super().forward(x) + super().forward(2 * x)
+
+
+def recompute_what_remembers(rank: int, strategy: str, kinds: tuple[type[Statistics], ...]) -> list[str]:
     """Return what is said in the first backward."""
     from osdp import OSDP
 
-    model = OSDP(seeded(Cached), plan_of(Cached(), strategy, recomputed=("blocks.1",), ranks=(1, 2)))
-    return refusal(lambda: model(batch(0)).backward())
+    said = []
+    for kind in kinds:
+        model = OSDP(seeded(kind), plan_of(kind(), strategy, recomputed=("blocks.1",), ranks=(1, 2)))
+        said.append(refusal(lambda: model(batch(0)).backward()))  # noqa: B023
+    return said
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "shard", "owner"])
 def test_what_cannot_run_again_is_named(strategy: str) -> None:
-    said = run_ranks(recompute_what_remembers, 2, strategy)
-    assert said[0] == said[1]
-    assert "block blocks.1 cannot be recomputed" in said[0]
-    assert "blocks.1=keep" in said[0]
+    by_rank = run_ranks(recompute_what_remembers, 2, strategy, (Cached, Spikes))
+    assert by_rank[0] == by_rank[1]
+    for said in by_rank[0]:
+        assert "block blocks.1 cannot be recomputed" in said
+        assert "blocks.1=keep" in said
 
 
 class Sometimes(nn.Module):
