@@ -30,7 +30,7 @@ from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
 from profiler.opaque_parameters import is_opaque, rebuilt
 from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
-from profiler.trace.trace_errors import more_telling
+from profiler.trace.trace_errors import ModelError, more_telling
 
 Model = nn.Module | Callable[[], Any]
 """A module, or a factory of one."""
@@ -61,9 +61,9 @@ class _UserModel:
     """Function that the factory returned beside the last module that it made."""
 
     def build(self) -> nn.Module:
-        """Call the factory; raises OsdpError for whatever goes wrong in it."""
+        """Call the factory; raises ModelError for whatever goes wrong in it, as it may not on another device."""
         what = f"the factory {self.spec} raised an exception"
-        with _guard(what, _NO_DATA), _current_directory_on_path():
+        with _guard(what, _NO_DATA, ModelError), _current_directory_on_path():
             made = self.factory()
         module, self.inputs_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(module, nn.Module) or not (self.inputs_of is None or callable(self.inputs_of)):
@@ -218,14 +218,14 @@ def _current_directory_on_path() -> Iterator[None]:
 
 
 @contextmanager
-def _guard(what: str, advice: str = "") -> Iterator[None]:
-    """Turn any exception of the user's code into an OsdpError that says where it was raised."""
+def _guard(what: str, advice: str = "", kind: type[OsdpError] = OsdpError) -> Iterator[None]:
+    """Turn any exception of the user's code into an OsdpError of a kind that says where it was raised."""
     try:
         yield
     except OsdpError:
         raise
     except (Exception, SystemExit) as error:
-        raise OsdpError(what, got=f"{type(error).__name__}: {error} ({_place(error)})", advice=advice) from error
+        raise kind(what, got=f"{type(error).__name__}: {error} ({_place(error)})", advice=advice) from error
 
 
 def _place(error: BaseException) -> str:

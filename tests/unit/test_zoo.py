@@ -19,6 +19,7 @@ from osdp.models.gpt2 import GPT2
 from osdp.zoo import load_model, model_card, model_names
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs
+from profiler.trace.trace import trace_model
 
 
 def refused(spec: str, **keywords: Any) -> str:
@@ -280,8 +281,15 @@ def test_a_factory_that_wants_a_real_device_or_real_values(write: Callable[[str]
             return module
         def by_value():
             return nn.Linear(2, int(torch.randn(3)[2].long()))
+        def with_values():
+            module = nn.Linear(2, 2)
+            module.weight = nn.Parameter(torch.max(module.weight, torch.Tensor([0.1])))  # which is no meta tensor
+            return module
     """)
-    assert load_model(f"{name}:on_cpu").sequence_length == 1
+    for factory in ("on_cpu", "with_values"):
+        source = load_model(f"{name}:{factory}")
+        assert source.sequence_length == 1
+        assert [one.numel for one in trace_model(source).operators] == [6]
     message = refused(f"{name}:by_value")
     assert "OSDP builds models without data" in message
     assert "user_code.py:18" in message
