@@ -13,7 +13,7 @@ the model computes of them.  Three kinds of values are assumed:
   written with one_hot, nonzero, bincount, sort, `.tolist()` or a comparison.
 - *Draws* (rand, randint, randperm) are spread evenly over their range: the i-th is at frac(i phi), phi the
   golden ratio.
-- No number is nan or infinite.
+- No number is nan or infinite, and what torch.distributions is given is valid.
 
 Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 3b samples, and each b of them
 choose alike, so that loads grow linearly although they are whole numbers.
@@ -390,6 +390,8 @@ _ASSUMED: dict[OpOverload, Callable[..., None]] = {
     aten.eq.Scalar: _equal,
     aten.ne.Tensor: _unequal,
     aten.ne.Scalar: _unequal,
+    # So torch.distributions asks whether its arguments are valid.
+    aten._is_all_true.default: _ones,
 }
 """By op: (what follows, output, *arguments) -> None."""
 

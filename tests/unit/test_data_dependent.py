@@ -17,7 +17,7 @@ from rehearsals import compare, plan_of
 from synthetic import cluster
 from test_trace_memory import predicted_peaks, tracked_peaks
 from thoroughness import THOROUGH, draws
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from trace_models import call_of, source
 
 from osdp.models.user_factory import source_of
@@ -220,6 +220,32 @@ def test_constants_of_a_live_model_and_of_its_inputs_are_known() -> None:
 
 
 # --- values that are not --------------------------------------------------------------------------
+
+
+def test_what_distributions_are_given_is_valid() -> None:
+    def loss(y: Tensor) -> Tensor:
+        scale = F.softplus(y)
+        normal = distributions.Normal(y, scale)
+        mixture = distributions.MixtureSameFamily(distributions.Categorical(logits=y), normal)
+        others = distributions.Gamma(scale, scale), distributions.StudentT(2 + scale, y, scale)
+        priors = distributions.kl_divergence(normal, distributions.Normal(torch.zeros_like(y), 1.0))
+        return (
+            sum(one.log_prob(one.rsample().detach()).mean() for one in (normal, *others))
+            - mixture.log_prob(y[..., 0].detach()).mean()
+            + distributions.Bernoulli(logits=y).log_prob((y > 0).float()).mean()
+            + priors.mean()
+        )
+
+    is_checked = distributions.Distribution._validate_args
+    graphs = []
+    for checked in (True, False):
+        distributions.Distribution.set_default_validate_args(checked)
+        graphs.append(traced(loss))
+    distributions.Distribution.set_default_validate_args(is_checked)
+    assert [len(graph.calls) for graph in graphs] == [1, 1]
+    saved = [call.saved_bytes(64) for graph in graphs for call in graph.calls]
+    assert saved[0] == saved[1] > 0  # asking whether they are valid keeps nothing
+    assert not any("branch" in note for note in graphs[0].notes)
 
 
 @pytest.mark.parametrize(
