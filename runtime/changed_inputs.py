@@ -8,8 +8,8 @@ it, which autograd lets nobody change (`x += self.bias`, a ReLU in place that a 
 changes what it is handed gets an alias: the same memory and version counter, and to autograd no view.  When its forward
 is over, the caller's tensor goes on from there, as it does without hooks.
 
-Which modules do so their first forward tells.  Others are left alone, as aliases take time.  Tensors in lists and dicts
-are not followed.
+Which modules do so their first forward with gradients tells.  Others are left alone then, as aliases take time.  What
+is in lists and dicts is not followed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Followed:
     """The inputs of one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.is_first = True
+        self.changes = False
+        """Whether a forward has changed one of them."""
         self.given: list[dict[int | str, Tensor]] = []
         """What the caller has handed, of forwards that have begun; a module may run within itself."""
         self.handed: list[list[_Handed]] = []
@@ -72,10 +73,11 @@ class _Followed:
         for one in changed:
             with unchanged(one.given):  # what has changed it may have kept it for its backward
                 _Continued.apply(one.given, one.alias)  # type: ignore[no-untyped-call]
-        if handed and self.is_first and not changed:
+        self.changes = self.changes or bool(changed)
+        # After a forward that raised, and so returned nothing, hooks must not be removed while they are called.
+        if output is not None and torch.is_grad_enabled() and not self.changes:
             for handle in self.handles:
                 handle.remove()
-        self.is_first = self.is_first and not handed
 
 
 def follow_changed_inputs(modules: Iterable[nn.Module]) -> None:
