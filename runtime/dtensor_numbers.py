@@ -7,8 +7,8 @@
     gradient.abs().max()                  a number where another rank has NaN
     weight.mean(0), weight.std()          wrong, or fail, where one rank owns the weight
 
-Here norms, extremes, `any` and `all` are reduced at once, a collective call, sums and means when they are read or
-computed with.  What is not reduced along the rows that ranks share stays in parts.
+Here all of them are reduced at once, a collective call: torch changes nothing in place that waits to be.  What is not
+reduced along the rows that ranks share stays in parts.
 """
 
 import math
@@ -43,12 +43,13 @@ def numbers() -> Mapping[Any, Any]:
     found |= dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _sum)
     found |= dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _any)
     found |= dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _any)
+    found |= {aten._foreach_norm.Scalar: _norms}
     return found | {aten._local_scalar_dense.default: _item, aten.linalg_vector_norm.default: _norm}
 
 
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> object:
     """Reduce or gather what is a part on each rank before `item()`, `float()` and `bool()`: a rank may have nothing."""
-    return op(whole_of(_added_up(args[0])))
+    return op(whole_of(added_up(args[0])))
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -80,13 +81,13 @@ def _range_of(dtype: torch.dtype) -> tuple[Any, Any]:
 def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Return sums, of what is added up itself: torch adds up maxima and norms of parts. Or means, a part of each."""
     if op not in (aten.mean.default, aten.mean.dim):
-        return _reduced(op, args, kwargs, "sum")
+        return added_up(_reduced(op, args, kwargs, "sum"))
     dtype = kwargs.get("dtype") or args[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return op(held_tensor(args[0]), *args[1:], **kwargs)  # type: ignore[no-any-return]  # which torch refuses
     adds_up = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = aten.sum.default if op is aten.mean.default else aten.sum.dim_IntList
-    found = _reduced(total, args, {"dtype": adds_up}, "sum")
+    found = added_up(_reduced(total, args, {"dtype": adds_up}, "sum"))
     count = args[0].numel() // max(found.numel(), 1)
     return placed((held_tensor(found) / count).to(dtype), found.device_mesh, found.placements, found.shape)
 
@@ -95,13 +96,13 @@ def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Return whether any or all elements are true: torch counts the ranks where they are."""
     is_any = op in (aten.any.default, aten.any.dim, aten.any.dims)
     found = _reduced(lambda *local: op(*local).to(torch.int32), args, kwargs, "max" if is_any else "min")
-    reduced = _added_up(found)
+    reduced = added_up(found)
     return placed(held_tensor(reduced).bool(), reduced.device_mesh, reduced.placements, reduced.shape)
 
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Return norms of the whole, so that what is computed of them is: torch may add up norms of parts."""
-    tensor, order = _added_up(args[0]), float(args[1]) if len(args) > 1 else 2.0
+    tensor, order = added_up(args[0]), float(args[1]) if len(args) > 1 else 2.0
     if shared_dim(tensor) is None:
         return replicated(op(whole_of(tensor), *args[1:], **kwargs), tensor)
     kind = {math.inf: "max", -math.inf: "min"}.get(order, "sum")
@@ -115,21 +116,44 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
     neutral = {"max": 0.0, "min": math.inf}.get(kind, math.inf if order < 0 else None)
     found = _reduced(powers, (tensor, *args[2:]), adds_up, kind, neutral)
-    found = _added_up(found) if kind == "sum" else _extreme_of_ranks(found, kind == "max")
+    found = added_up(found) if kind == "sum" else _extreme_of_ranks(found, kind == "max")
     root = held_tensor(found).pow(1 / power)
     root = root.to(dtype) if adds_up is not kwargs else root
     return placed(root, found.device_mesh, found.placements, found.shape)
 
 
+def _norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the norm of each tensor, those on one mesh reduced at once."""
+    tensors, order = list(args[0]), float(args[1]) if len(args) > 1 else 2.0
+    dtype = kwargs.get("dtype")
+    together: dict[Any, list[int]] = {}
+    for index, one in enumerate(tensors):
+        shared = shared_dim(one) if isinstance(one, DTensor) else None
+        is_sum = shared is not None and math.isfinite(order) and order > 0 and one.dtype.itemsize >= 4
+        together.setdefault((one.device_mesh, shared, one.dtype) if is_sum else index, []).append(index)
+    found = tensors[:]
+    for key, indices in together.items():
+        if not isinstance(key, tuple):
+            found[key] = torch.linalg.vector_norm(tensors[key], order, dtype=dtype)
+            continue
+        mesh, shared, _ = key
+        powers = [one.pow(order) for one in op([held_tensor(tensors[index]) for index in indices], order, **kwargs)]
+        placements = [Partial() if dim == shared else Replicate() for dim in range(mesh.ndim)]
+        summed = added_up(placed(torch.stack(powers), mesh, placements, torch.Size((len(indices),))))
+        for index, one in zip(indices, held_tensor(summed).pow(1 / order).unbind(), strict=True):
+            found[index] = replicated(one.clone(), tensors[index])
+    return found
+
+
 def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what comes of the whole, on every rank."""
-    found = op(whole_of(_added_up(args[0])), *args[1:], **kwargs)
+    found = op(whole_of(added_up(args[0])), *args[1:], **kwargs)
     return tree_map_only(Tensor, partial(replicated, like=args[0]), found)
 
 
 def _along(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what comes of each row, in parts as the rows are, or of the whole where ranks share what it goes along."""
-    tensor, (place, by_default) = _added_up(args[0]), ALONG[op]
+    tensor, (place, by_default) = added_up(args[0]), ALONG[op]
     gone = _dims(args[place] if len(args) > place else by_default, tensor.dim())
     shared = shared_dim(tensor)
     along: int = -1 if shared is None else tensor.placements[shared].dim  # type: ignore[attr-defined]
@@ -155,7 +179,7 @@ def _reduced(
     op: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, neutral: Any = None
 ) -> DTensor:
     """Return what `op(tensor, dims, keeps dims)` reduces to, each rank its part, or of `neutral` if it has nothing."""
-    tensor, dims = _added_up(args[0]), args[1] if len(args) > 1 else None
+    tensor, dims = added_up(args[0]), args[1] if len(args) > 1 else None
     shared, local = shared_dim(tensor), held_tensor(tensor)
     if shared is None:  # whole, or in parts along several dimensions
         return replicated(op(whole_of(tensor), *args[1:], **kwargs), tensor)
@@ -173,7 +197,7 @@ def _reduced(
     return placed(op(local, *args[1:], **kwargs), tensor.device_mesh, placements, torch.Size(shape))
 
 
-def _added_up(tensor: DTensor) -> DTensor:
+def added_up(tensor: DTensor) -> DTensor:
     """Return a tensor of which no rank has a summand."""
     if any(placement.is_partial() for placement in tensor.placements):
         return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)

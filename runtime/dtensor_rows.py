@@ -6,11 +6,14 @@ A parameter that one rank owns is a DTensor of which this rank holds all or noth
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from runtime.dtensor_internals import placed_like
 from runtime.torch_compat import held_tensor, placed
 
 
@@ -60,6 +63,37 @@ def may_be_uneven(tensor: DTensor) -> bool:
 def replicated(whole: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor on the mesh of another of which every rank has the whole."""
     return placed(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, whole.shape)
+
+
+def laid_out_as(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of which this rank holds `local`, in the shape and layout of another."""
+    if local.dtype == like.dtype:
+        made = placed_like(local, like)
+    else:
+        made = placed(local, like.device_mesh, like.placements, like.shape)
+    if is_spread(like):
+        spread(made)
+    return made
+
+
+def spread(tensor: Tensor) -> None:
+    """Note that ranks share rows as the placements say, for sure: see `is_spread`."""
+    cast(Any, tensor)._is_spread = True
+    _is_any_spread.add(True)
+
+
+def is_spread(tensor: DTensor) -> bool:
+    """Return whether that was noted: of what was laid out by `redistribute`, beside which one rank may own others."""
+    return bool(_is_any_spread) and getattr(tensor, "_is_spread", False)
+
+
+def is_any_spread() -> bool:
+    """Return whether that was noted of any tensor in this process."""
+    return bool(_is_any_spread)
+
+
+_is_any_spread: set[bool] = set()
+"""Not empty once any was."""
 
 
 def own_rows(tensor: DTensor, whole: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ does; of what is trained, ranks find out when they step, also if one of them mad
 those that one process draws.  Norms and other numbers are in `dtensor_numbers`, writes to parts in `dtensor_writes`.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
@@ -19,22 +20,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.dtensor_internals import handle, let_numbers_change
 from runtime.dtensor_numbers import numbers
-from runtime.dtensor_rows import is_whole, own_rows, write_whole
+from runtime.dtensor_rows import gathered, is_whole, may_be_uneven, own_rows, replicated, spread, write_whole
 from runtime.dtensor_writes import follow_writes
 from runtime.torch_compat import held_tensor, placed
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops.c10d
 
 
 @cache
 def follow_values(device_type: str) -> None:
     """Let every DTensor of this process do so. `device_type` is that of the meshes, such as "cpu"."""
-    follow_writes()
-    handlers = cast(Any, DTensor)._op_dispatcher._custom_op_handlers
-    handlers |= numbers()
+    _follow_values()
     if device_type == "cpu":  # on accelerators torch draws for the whole
-        handlers |= {aten.randn_like.default: _draw, aten.rand_like.default: _draw}
+        handle({aten.randn_like.default: _draw, aten.rand_like.default: _draw})
+
+
+@cache
+def _follow_values() -> None:
+    follow_writes()
+    collectives = (one.default for one in (c10d.allreduce_, c10d.broadcast_, c10d.reduce_, c10d.allgather_))
+    handle({**numbers(), **dict.fromkeys(collectives, _refuse_collective)})
+    let_numbers_change()
     by_torch = torch.Tensor.data
 
     def read(tensor: Tensor) -> Tensor:
@@ -44,6 +52,51 @@ def follow_values(device_type: str) -> None:
         return found
 
     DTensor.data = property(read, _write)  # type: ignore[assignment]
+    DTensor.redistribute = _redistributing(DTensor.redistribute)  # type: ignore[method-assign]
+    DTensor.full_tensor = _full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise OsdpError for a collective call by hand, as scripts make of gradients under DistributedDataParallel."""
+    raise OsdpError(
+        "a sharded parameter, gradient or state was given to a collective call of torch.distributed",
+        got=str(op),
+        expected="plain tensors: each rank has other rows of these",
+        advice="leave it out, as gradients are means over ranks already, or give it .to_local() or .full_tensor()",
+    )
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and tensor.requires_grad)
+
+
+def _full_tensor(by_torch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a method that gathers, also what one rank owns."""
+
+    @wraps(by_torch)
+    def full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
+        if type(self) is DTensor and not _is_recorded(self) and may_be_uneven(self):
+            return gathered(self)
+        return by_torch(self, **kwargs)
+
+    return full_tensor
+
+
+def _redistributing(by_torch: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Return a method that lays out what one rank owns too."""
+
+    @wraps(by_torch)
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
+        stays = device_mesh in (None, self.device_mesh) and placements in (None, self.placements, [*self.placements])
+        if stays or type(self) is not DTensor or _is_recorded(self):
+            return by_torch(self, device_mesh, placements, **kwargs)
+        whole = replicated(gathered(self), self) if may_be_uneven(self) else self
+        found = by_torch(whole, device_mesh, placements, **kwargs)
+        if not is_whole(found):
+            spread(found)
+        return found
+
+    return redistribute
 
 
 @torch.no_grad()

@@ -147,12 +147,12 @@ def _viewing(by_torch: Method, name: str) -> Method:
         else:
             found = by_torch(self, *args, **kwargs)
         if isinstance(found, Tensor):
-            return _part_of(self, found, lambda whole: by_torch(whole, *args, **kwargs))
+            return part_of(self, found, lambda whole: by_torch(whole, *args, **kwargs))
 
         def view_of(index: int) -> Callable[[Tensor], Tensor]:
             return lambda whole: by_torch(whole, *args, **kwargs)[index]
 
-        return type(found)(_part_of(self, one, view_of(index)) for index, one in enumerate(found))
+        return type(found)(part_of(self, one, view_of(index)) for index, one in enumerate(found))
 
     return view
 
@@ -173,7 +173,7 @@ def _needs_others(name: str, tensor: DTensor, args: tuple[Any, ...]) -> bool:
     return name == "unbind" and not is_whole(tensor)
 
 
-def _part_of(parent: DTensor, found: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+def part_of(parent: DTensor, found: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
     """Make a part of what torch has returned for a view, unless it is one."""
     is_part = type(parent) is Part
     if type(found) is not DTensor or not (is_part or _is_copy(found, parent)):
@@ -183,6 +183,25 @@ def _part_of(parent: DTensor, found: Tensor, view: Callable[[Tensor], Tensor]) -
     made.root = of_parent.root if is_part else parent
     made.view_of = (lambda whole: view(of_parent.view_of(whole))) if is_part else view
     return found
+
+
+@torch.no_grad()
+def refresh(part: Any) -> None:
+    """Let a part have what is in its place now in what it is a part of. A collective call."""
+    whole = gathered(part.root)
+    values = part.view_of(whole)
+    if values.untyped_storage()._cdata == whole.untyped_storage()._cdata:  # else a copy in PyTorch too
+        write_whole(part, values)
+
+
+@torch.no_grad()
+def write_back(part: Any) -> None:
+    """Let what a part is a part of have the part's values. A collective call."""
+    whole = gathered(part.root)
+    values = part.view_of(whole)
+    if values.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+        values.copy_(gathered(part))
+        write_whole(part.root, whole)
 
 
 def _is_copy(found: DTensor, parent: DTensor) -> bool:

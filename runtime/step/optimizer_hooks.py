@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard, local_data
+from runtime.step.whole_steps import enter, guard_steps, leave, outside
 
 WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
 """Classes of optimizers, of PyTorch and others, whose steps are not element by element."""
@@ -50,6 +51,10 @@ _watched: weakref.WeakKeyDictionary[Trained, frozenset[int]] = weakref.WeakKeyDi
 """The models of this process, each with the identities of its parameters, which live as long as it does."""
 
 
+_slices: weakref.WeakKeyDictionary[Trained, Sequence[nn.Parameter]] = weakref.WeakKeyDictionary()
+"""Of those models: parameters that are slices of the original ones."""
+
+
 def trained_already(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether a model of this process that is in use trains one of these parameters."""
     given = set(map(id, parameters))
@@ -71,6 +76,7 @@ def watch_optimizers(
     `replaced`: parameters that are no longer the model's, whose steps are refused.
     """
     _watched[model] = frozenset(map(id, parameters))
+    _slices[model] = [one.parameter for one in model.local_shards if tuple(one.parameter.shape) != one.shape]
     _replaced.update({id(one): one for reference in replaced if (one := reference()) is not None})
     _watch()
 
@@ -89,16 +95,23 @@ def _trained_by(optimizer: torch.optim.Optimizer) -> list[Trained]:
 def _watch() -> None:
     """Hook every optimizer's step, once and permanently: a hook cannot be removed while hooks run."""
 
-    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _take_back(optimizer)
         owned = _check_parameters(optimizer)
         has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))  # the first is itself
-        for model in _trained_by(optimizer):
+        trained = _trained_by(optimizer)
+        for model in trained:
             model.before_step(has_closure)
         if owned:
             _give_whole(optimizer, owned)
+        if trained:
+            enter(optimizer, [one for model in trained for one in _slices[model]])
+        if not has_closure:
+            return None
+        return _closures_outside(args), {name: outside(one) if callable(one) else one for name, one in kwargs.items()}
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        leave(optimizer)
         _take_back(optimizer)
         for model in _trained_by(optimizer):
             model.after_step()
@@ -111,9 +124,15 @@ def _watch() -> None:
             model.before_zero_grad(optimizer, set_to_none)
         zero_grad_by_torch(optimizer, set_to_none)
 
+    guard_steps()
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]  # it has no hooks
+
+
+def _closures_outside(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of a step, of which the first is the optimizer, with closures that run outside of `AsWhole`."""
+    return (args[0], *(outside(one) if callable(one) else one for one in args[1:]))
 
 
 _given: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[list[nn.Parameter]], dict[Any, nn.Parameter]]]

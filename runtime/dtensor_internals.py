@@ -1,0 +1,73 @@
+"""The private parts of DTensors (torch 2.11 to 2.13) that operations on many of them need: how they are dispatched.
+
+handle                operations that DTensors compute otherwise than by their rules
+let_numbers_change    what fails after an operation in place on a plain number
+placed_like           `DTensor.from_local` computes a layout anew
+layouts_of            a DTensor's specification has a hash that it keeps
+held_alike            both at once, of arguments
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def handle(handlers: Mapping[Any, Any]) -> None:
+    """Let DTensors compute these operations so."""
+    cast(Any, DTensor)._op_dispatcher._custom_op_handlers |= handlers
+
+
+def let_numbers_change() -> None:
+    """Let plain tensors of one element be changed in place by DTensors of one.
+
+    torch computes that, as it takes them for equal on all ranks, and then fails, as they are none of its own.
+    """
+    dispatcher = cast(Any, DTensor)._op_dispatcher
+    by_torch = dispatcher._dispatch_fast_path_python_tail
+
+    def finish(op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+        is_in_place = others[-2]
+        if is_in_place and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
+            return args[0]
+        return by_torch(op, args, kwargs, *others)
+
+    dispatcher._dispatch_fast_path_python_tail = finish
+
+
+def placed_like(local: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of which this rank holds `local`, in the shape, layout and dtype of another."""
+    return cast(Any, DTensor)(local, like._spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def layouts_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return of DTensors, if all are, what those of one mesh, layout, shape and dtype share; nothing if one is not."""
+    if {*map(type, tensors)} != {DTensor}:
+        return []
+    return [hash(one._spec) for one in tensors]  # type: ignore[attr-defined]
+
+
+def held_alike(args: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Return what this rank holds of arguments that are DTensors, and of them what `layouts_of` says, 0 if they differ.
+
+    Others are numbers, if of tensors then without dimensions, or they differ too.
+    """
+    layout, held = 0, []
+    for one in args:
+        if type(one) is DTensor:
+            number = hash(one._spec)
+            if number != layout and layout:
+                return 0, []
+            layout = number
+            held.append(one._local_tensor)
+        elif isinstance(one, Tensor) and one.dim():
+            return 0, []
+        else:
+            held.append(one)
+    return layout, held
+
+
+def held_tensors(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return what each DTensor holds on this rank."""
+    return [one._local_tensor for one in tensors]
