@@ -10,7 +10,8 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     reset_iteration              2.11 has none; that of 2.13 leaves unsharded gradients for the next backward to add to
     free_in_every_backward       2.11 keeps what a reduction left if the backward after it has no gradients to reduce,
                                  2.12 until that has reduced its own
-    prefetch_for_backwards       FSDP2 prefetches in the order of forwards, also of those that no backward follows
+    follow_forwards              FSDP2 prefetches in the order of forwards, also of those that no backward follows, and
+                                 keeps units gathered that run again in a backward
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
     forget_forward               what `reshard_after_forward=K` keeps for a backward stays where none comes, and 2.11
@@ -47,7 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -139,17 +140,21 @@ def free_in_every_backward(module: FSDPModule) -> None:
             group.post_backward = partial(_free_and_post_backward, group, group.post_backward)
 
 
-def prefetch_for_backwards(module: FSDPModule) -> None:
-    """Leave forwards of a unit whose output needs no gradient out of the order in which backwards prefetch.
+def follow_forwards(module: FSDPModule) -> None:
+    """Prefetch for backwards in the order of forwards that some follow, and reshard where forwards run again.
 
     FSDP2 takes the last forward of a unit for the one that runs back first: of a frozen network that ran once more on a
-    target, it gathers units of which no backward comes.  Checked on 2.11, 2.12 (both read) and 2.13 (run).
+    target, it gathers units of which no backward comes.  And of a forward that runs again in a backward it keeps all
+    units gathered: in a checkpoint around many blocks, the parameters of all.  Checked on 2.11, 2.12 (both read) and
+    2.13 (run).
     """
     for group in _param_groups(module):
         group.post_forward = partial(_post_forward, group, group.post_forward)
 
 
 def _post_forward(group: Any, post_forward: Callable[..., Any], module: nn.Module, args: Any, output: Any) -> Any:
+    if is_bw():
+        group.reshard()
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
         return post_forward(module, args, output)
     with patch.object(group, "_record_post_forward", lambda: None):

@@ -18,6 +18,7 @@ from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
     complete_reduction,
+    follow_forwards,
     forget_forward,
     free_in_every_backward,
     gather_for_every_backward,
@@ -26,7 +27,6 @@ from runtime.torch_compat import (
     keep_after_forward,
     keep_repeated_inputs,
     packed_parameters,
-    prefetch_for_backwards,
     reduce_all_or_none,
     reduce_when_rerun,
     reset_iteration,
@@ -132,7 +132,7 @@ def support_repeated_calls(first: FSDPModule, modules: Sequence[nn.Module]) -> N
     keep_repeated_inputs(first)
     reduce_when_rerun(first, modules)
     free_in_every_backward(first)
-    prefetch_for_backwards(first)
+    follow_forwards(first)
 
 
 def uses_ring(unit: ScheduledUnit) -> list[bool]:

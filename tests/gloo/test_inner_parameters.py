@@ -11,12 +11,14 @@ from drawn_trees import Tree
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from toys import STRATEGIES, Toy, graph_of, plan_of, seeded, train_on
 
 from profiler.model_graph import ModelGraph
 
-KINDS = ("embedding", "weight", "scale", "view", "several", "norms")
-"""What the model itself reads: whole parameters of a layer, of a block or in a block, or what a module makes of one."""
+KINDS = ("embedding", "weight", "scale", "view", "several", "norms", "checkpoint")
+"""What the model itself reads: whole parameters of a layer, of a block or in a block, or what a module makes of one; or
+nothing, but its backbone runs all blocks again in the backward."""
 
 
 class Block(nn.Module):
@@ -38,13 +40,12 @@ class Backbone(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.positions = nn.Embedding(7, 6), nn.Parameter(torch.rand(5, 6))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks, self.runs_again = nn.Sequential(*(Block() for _ in range(3))), False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, 5, 6) -> the same, and a row of the embedding for all."""
         x = x + self.positions + self.table(torch.arange(5))
-        for block in self.blocks:
-            x = block(x)
+        x = checkpoint(self.blocks, x, use_reentrant=False) if self.runs_again else self.blocks(x)
         return x, self.table.weight[2].expand(len(x), 5, 6)
 
 
@@ -54,6 +55,7 @@ class Reading(Toy):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.backbone, self.head = kind, Backbone(), nn.Linear(6, 6)
+        self.backbone.runs_again = kind == "checkpoint"
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 5, 6) -> a loss."""
