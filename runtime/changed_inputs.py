@@ -58,14 +58,15 @@ class _Followed:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given, handed, aliases = self.given.pop(), list[_Handed](), dict[int | str, Tensor]()
+        given, handed, aliases = self.given.pop(), list[_Handed](), dict[int, Tensor]()
         for place, tensor in _trained(args, kwargs).items():
-            if place in given and tensor is not given[place] and tensor._is_view():
-                aliases[place] = Alias.apply(tensor)  # type: ignore[no-untyped-call]
-                handed.append(_Handed(given[place], given[place]._version, aliases[place]))
+            # One that is handed twice stays one: attention projects its inputs together if they are.
+            if place in given and tensor is not given[place] and tensor._is_view() and id(tensor) not in aliases:
+                alias = aliases[id(tensor)] = Alias.apply(tensor)  # type: ignore[no-untyped-call]
+                handed.append(_Handed(given[place], given[place]._version, alias))
         self.handed.append(handed)
-        args = tuple(aliases.get(place, one) for place, one in enumerate(args))
-        return args, {name: aliases.get(name, one) for name, one in kwargs.items()}
+        args = tuple(aliases.get(id(one), one) for one in args)
+        return args, {name: aliases.get(id(one), one) for name, one in kwargs.items()}
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         handed = self.handed.pop() if self.handed else []

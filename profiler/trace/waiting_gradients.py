@@ -37,7 +37,8 @@ def told_apart(module: nn.Module, groups: Sequence[Group], calls: Sequence[CallR
 def waiting_bytes(
     module: nn.Module, operators: Sequence[Operator], calls: Sequence[Call], passes: Sequence[Sequence[CallRecord]]
 ) -> list[int]:
-    """Return for each call the bytes of the gradients that wait when it has run back, of operators that will again.
+    """Return for each call the bytes of the gradients that wait when it has run back, of operators that will again, and
+    that are not complete, when a pass has dropped them.
 
     `calls` are those of the `passes`, some of which may say which parameters they read.
     """
@@ -54,8 +55,9 @@ def waiting_bytes(
         if not all(readers.values()):
             tied = [name for name in trained if uses[id(named[name])] > 1]
             readers = dict.fromkeys(tied or trained, indices)
-        for name, calls_of_it in readers.items():
-            for index in range(calls_of_it[0], calls_of_it[-1]):
+        # The planner adds all from the last call on: also what has not begun to wait.
+        for name, (first_read, *_) in readers.items():
+            for index in range(first_read, indices[-1]):
                 waiting[index] += allocated_bytes(named[name].nbytes)
     return waiting
 

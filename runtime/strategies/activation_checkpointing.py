@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from profiler.errors import OsdpError
 from profiler.rerun_arguments import Forward, handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
+from runtime.odc.dry_run_windows import is_dry_run
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
 from runtime.strategies.offloaded_input import Offloading
@@ -223,14 +224,15 @@ class _Products(_EagerMode):
         self.block, self.expected = block, expected
         self.seen: list[str] = []
         self.norms: list[Tensor | None] = []
-        """Of what each returned; None where that has no data."""
+        """Of what each returned; None where that has no data, or what a dry run has found in its memory."""
+        self.compares_values = not is_dry_run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if is_product(func):
             first = output[0] if isinstance(output, (tuple, list)) else output
             self.seen.append(f"{func} -> {tuple(first.shape)}")
-            self.norms.append(_norm(first))
+            self.norms.append(_norm(first) if self.compares_values else None)
             position = len(self.seen) - 1
             before = None if self.expected is None else self.expected.seen[position : position + 1]
             if before is not None and before != self.seen[position:]:
