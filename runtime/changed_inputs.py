@@ -45,6 +45,8 @@ class _Followed:
         self.given: list[dict[int | str, Tensor]] = []
         """What the caller has handed, of forwards that have begun; a module may run within itself."""
         self.handed: list[list[_Handed]] = []
+        self.got: list[list[tuple[Tensor, int]]] = []
+        """What the module gets itself, also tensors without a gradient, and how often that had been changed."""
         hooks = (
             module.register_forward_pre_hook(self._before_hooks, prepend=True, with_kwargs=True),
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -66,15 +68,20 @@ class _Followed:
                 handed.append(_Handed(given[place], given[place]._version, alias))
         self.handed.append(handed)
         args = tuple(aliases.get(id(one), one) for one in args)
-        return args, {name: aliases.get(id(one), one) for name, one in kwargs.items()}
+        kwargs = {name: aliases.get(id(one), one) for name, one in kwargs.items()}
+        tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and not one.is_inference())
+        self.got.append([(one, one._version) for one in tensors])
+        return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         handed = self.handed.pop() if self.handed else []
+        got = self.got.pop() if self.got else []
         changed = [one for one in handed if one.given._version != one.version]
         for one in changed:
             with unchanged(one.given):  # what has changed it may have kept it for its backward
                 _Continued.apply(one.given, one.alias)  # type: ignore[no-untyped-call]
-        self.changes = self.changes or bool(changed)
+        # Of data too: what the module is handed next may need a gradient.
+        self.changes = self.changes or any(one._version != version for one, version in got)
         # After a forward that raised, and so returned nothing, hooks must not be removed while they are called.
         if output is not None and torch.is_grad_enabled() and not self.changes:
             for handle in self.handles:

@@ -108,7 +108,7 @@ class CallRecord:
     reads_parameters: bool = False
     """Whether any op of it read parameters of its operator."""
     reads: frozenset[int] = frozenset()
-    """Keys of the storages of those, of operators of which passes are to tell them apart."""
+    """Keys of the storages of those that it reads with a gradient, where passes are to tell them apart."""
     late: bool = False
     """Whether its module was handed nothing that needs a gradient."""
 

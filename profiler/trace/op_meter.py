@@ -450,7 +450,8 @@ class Meter(UncompiledMode):
             elif (owner := resident.get(key)) is not None:
                 if owner != NOBODY:
                     reads.append(owner)
-                    keys |= self._told_apart & {key}
+                    if key in self._told_apart and tensor.requires_grad and torch.is_grad_enabled():
+                        keys |= {key}
             elif self._synthesize and not tensor.is_meta:
                 foreign.append(tensor)
             else:

@@ -214,8 +214,10 @@ class _Runner:
             self._wrap([self._module.get_submodule(path) for group in merged for path in group.modules])
             self.groups, self._repeated, before = merged, repeated, state_of(self._module)
             found = self._run(size)
+        if apart_keys := told_apart(self._module, self.groups, found.calls):
+            self._told_apart = apart_keys
+            found = self._run(size)
         self._changed = found.changed
-        self._told_apart = told_apart(self._module, self.groups, found.calls)
         self.without_gradient = self._without_gradient(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):

@@ -40,7 +40,7 @@ def waiting_bytes(
     """Return for each call the bytes of the gradients that wait when it has run back, of operators that will again, and
     that are not complete, when a pass has dropped them.
 
-    `calls` are those of the `passes`, some of which may say which parameters they read.
+    `calls` are those of the `passes`, some of which may say which parameters they read with a gradient.
     """
     waiting, several = [0] * len(calls), _several(calls)
     if not several:
@@ -52,12 +52,12 @@ def waiting_bytes(
         indices = [index for index, call in enumerate(calls) if call.operator == operator and call.reads_parameters]
         trained = [parameter.name for parameter in operators[operator].parameters if parameter.trainable]
         readers = {name: [index for index in indices if told and keys[name] in told[index].reads] for name in trained}
-        if not all(readers.values()):
+        if not any(readers.values()):
             tied = [name for name in trained if uses[id(named[name])] > 1]
             readers = dict.fromkeys(tied or trained, indices)
         # The planner adds all from the last call on: also what has not begun to wait.
-        for name, (first_read, *_) in readers.items():
-            for index in range(first_read, indices[-1]):
+        for name, calls_of_it in readers.items():
+            for index in range(calls_of_it[0], indices[-1]) if calls_of_it else ():
                 waiting[index] += allocated_bytes(named[name].nbytes)
     return waiting
 

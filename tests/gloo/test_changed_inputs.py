@@ -61,10 +61,14 @@ class Changes(Toy):
             "part": partial(Positions, returns=False),
             "named": Scaled,
             "block": Activated,
+            "data first": partial(Positions, returns=True),
         }[kind]
         self.layers = nn.ModuleList(made() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "data first":
+            y = self.layers[0](x * 1) + x
+            return self.last(self.layers[0](self.first(x)) + torch.tanh(y)).pow(2).mean()
         x = torch.tanh(self.first(x)) * 1.5  # what changes must not be what tanh keeps
         for layer in self.layers:
             if self.kind == "returned":
@@ -82,7 +86,7 @@ class Changes(Toy):
         return self.last(x).pow(2).mean()
 
 
-KINDS = ("returned", "dropped", "part", "named", "block")
+KINDS = ("returned", "dropped", "part", "named", "block", "data first")
 
 
 def train_changed(rank: int, expected: dict[str, tuple[list[Tensor], dict[str, Tensor]]]) -> None:

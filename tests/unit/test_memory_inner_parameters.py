@@ -10,6 +10,7 @@ from rehearsals import compare, plan_of
 from synthetic import cluster
 from torch import Tensor, nn
 
+from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -88,14 +89,34 @@ class Body(nn.Module):
 class Between(nn.Module):
     """Two layers, of which the model reads parameters, so that both are one operator, around a body with another."""
 
-    def __init__(self, times: int, scaled: bool, normed: bool) -> None:
+    def __init__(self, times: int, scaled: bool, normed: bool, before: str = "") -> None:
         super().__init__()
         self.embed, self.head, self.body = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Body(scaled)
-        self.times, self.normed = times, normed
+        self.times, self.normed, self.before = times, normed, before
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.body(self.embed(x), [self.embed.weight] * self.times))
-        return (y / (1 + self.head.bias.pow(2).mean()) if self.normed else y).pow(2).mean()
+        """(batch, STEPS, WIDTH) -> the same."""
+        weight = self.embed.weight
+        if self.before == "detached":
+            x = x * (1 + weight.detach().mean())
+        elif self.before == "without gradients":
+            with torch.no_grad():
+                x = x * (1 + weight.mean())
+        y = self.body(self.embed(x), [weight] * self.times)
+        y = y @ self.head.weight if self.before == "a bias is not read" else self.head(y)
+        if self.normed:
+            y = y / (1 + self.head.weight.pow(2).mean())
+        made: Tensor = torch.tanh(y)
+        return made
+
+
+def compared(name: str, build: Callable[[], nn.Module], precision: str = "fp32") -> tuple[float, ModelGraph]:
+    """Return how far the predicted peak of a sharded model is from what is held, and its graph."""
+    inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
+    source, machine = ModelSource(name, build, inputs, 1), cluster(2, 2)
+    graph = trace_model(source, precision)
+    plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=1)
+    return compare(plan, source, graph, machine).error, graph
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -105,10 +126,22 @@ def test_gradients_that_wait_are_those_of_the_parameters_that_are_read_again(
     times: int, scaled: bool, precision: str
 ) -> None:
     """All of an operator's were once taken to wait in autograd while one of them did: up to 12 % too low."""
-    inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
-    machine = cluster(2, 2)
     for normed in (True, False):
-        source = ModelSource(f"{normed}", lambda: Between(times, scaled, normed), inputs, 1)  # noqa: B023
-        graph = trace_model(source, precision)
-        plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=1)
-        assert -0.002 <= compare(plan, source, graph, machine).error <= 0.05, normed
+        error, _ = compared(f"{normed}", lambda: Between(times, scaled, normed), precision)  # noqa: B023
+        assert -0.002 <= error <= 0.05, normed
+
+
+@pytest.mark.parametrize("before", ["detached", "without gradients", "a bias is not read"])
+def test_reads_without_a_gradient_make_none_wait(before: str) -> None:
+    error, _ = compared(before, lambda: Between(1, scaled=True, normed=True, before=before))
+    assert -0.002 <= error <= 0.05
+
+
+def test_blocks_that_are_alike_stay_so() -> None:
+    """Of blocks that are replayed in a trace no other pass says which parameters they read."""
+    error, graph = compared("alike", lambda: nn.Sequential(*(Between(1, scaled=True, normed=True) for _ in range(8))))
+    assert -0.002 <= error <= 0.05
+    inside = [[call for call in graph.calls if call.block == number] for number in range(len(graph.blocks))]
+    peaks = [[call.backward_peak_bytes for call in calls] for calls in inside]
+    assert len(peaks) == 8
+    assert all(one == peaks[1] for one in peaks[1:-1])
