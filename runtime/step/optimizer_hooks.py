@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard, local_data
-from runtime.step.whole_steps import enter, guard_steps, leave, outside
+from runtime.step.whole_steps import enter, guard_steps, is_within_itself, leave, out_of_it, outside
 
 WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
 """Classes of optimizers, of PyTorch and others, whose steps are not element by element."""
@@ -95,10 +95,9 @@ def _trained_by(optimizer: torch.optim.Optimizer) -> list[Trained]:
 def _watch() -> None:
     """Hook every optimizer's step, once and permanently: a hook cannot be removed while hooks run."""
 
-    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def start(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         _take_back(optimizer)
         owned = _check_parameters(optimizer)
-        has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))  # the first is itself
         trained = _trained_by(optimizer)
         for model in trained:
             model.before_step(has_closure)
@@ -106,11 +105,22 @@ def _watch() -> None:
             _give_whole(optimizer, owned)
         if trained:
             enter(optimizer, [one for model in trained for one in _slices[model]])
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))  # the first is itself
+        if not is_within_itself(optimizer):
+            start(optimizer, has_closure)
+        elif has_closure:  # its step had none, maybe
+            with out_of_it():
+                for model in _trained_by(optimizer):
+                    model.before_step(has_closure)
         if not has_closure:
             return None
         return _closures_outside(args), {name: outside(one) if callable(one) else one for name, one in kwargs.items()}
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_within_itself(optimizer):
+            return
         leave(optimizer)
         _take_back(optimizer)
         for model in _trained_by(optimizer):

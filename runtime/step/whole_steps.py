@@ -26,6 +26,8 @@ COMPILED = ("torchao.",)
 """Packages whose optimizers compile their step: right where all ranks have equally many rows."""
 _entered: list[tuple[torch.optim.Optimizer, Sequence[nn.Parameter], ExitStack]] = []
 """The optimizer that steps so, if one does, and the slices of its models; those within its step do too."""
+_steps: list[int] = []
+"""The optimizers whose steps run, by identity: one of them twice, where a step calls that of the class before."""
 
 
 def enter(optimizer: torch.optim.Optimizer, slices: Sequence[nn.Parameter] = ()) -> None:
@@ -33,7 +35,7 @@ def enter(optimizer: torch.optim.Optimizer, slices: Sequence[nn.Parameter] = ())
 
     `slices`: parameters of its models that are slices of the original ones.
     """
-    module = type(optimizer).__module__
+    module = str(type(optimizer).step.__module__)  # where its step is written, whoever derives a class from it
     if _entered or module.startswith(OF_ITS_OWN):
         return
     sharded = (one for group in optimizer.param_groups for one in group["params"] if isinstance(one, DTensor))
@@ -55,19 +57,33 @@ def leave(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+def is_within_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step was called by its own, as `super().step()`: a part of that one."""
+    return _steps.count(id(optimizer)) > 1
+
+
 def outside(closure: Step) -> Step:
     """Return a closure that runs outside of it."""
 
     @wraps(closure)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _outside():
-            return closure(*args, **kwargs)
+        with out_of_it():
+            try:
+                return closure(*args, **kwargs)
+            except Exception as error:
+                _of_closures[:] = [error]
+                raise
 
     return run
 
 
+_of_closures: list[Exception] = []
+"""What a closure has raised last, until the step that called it ends."""
+
+
 @contextmanager
-def _outside() -> Iterator[None]:
+def out_of_it() -> Iterator[None]:
+    """Let what runs within this run outside of it."""
     entered = _entered[:]
     for optimizer, _, _ in entered:
         leave(optimizer)
@@ -93,27 +109,33 @@ def guard_steps() -> None:
 def _guarded(step: Step) -> Step:
     @wraps(step)
     def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        _steps.append(id(optimizer))
         try:
             return step(optimizer, *args, **kwargs)
         except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
-            if leave(optimizer):
+            if not is_within_itself(optimizer) and leave(optimizer) and error not in _of_closures:
                 _name(optimizer, error)
             raise
         finally:
-            leave(optimizer)
+            _steps.pop()
+            if id(optimizer) not in _steps:
+                leave(optimizer)
+                _of_closures.clear()
 
     guarded.hooked = True  # type: ignore[attr-defined]  # for torch, which hooks a class once
     return guarded
 
 
 def _name(optimizer: torch.optim.Optimizer, error: Exception) -> None:
-    """Raise OsdpError if that is what an error is about."""
+    """Raise OsdpError if that is what an error is about: what torch has raised, not the optimizer itself."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     module = "" if place is None else str(place.tb_frame.f_globals.get("__name__"))
     words = str(error)
-    if not (module.startswith("torch.distributed.tensor") or "DTensor" in words or "sharding" in words):
+    by_torch = module.startswith(("torch.", "runtime.dtensor_")) and ("DTensor" in words or "sharding" in words)
+    lacks = isinstance(error, AttributeError) and isinstance(error.obj, DTensor)
+    if not (module.startswith("torch.distributed.tensor") or by_torch or lacks):
         return
     raise OsdpError(
         f"{type(optimizer).__name__} computes in its step what cannot be computed of sharded parameters",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -263,6 +264,39 @@ class Lookahead(Others):
                 p.copy_(self.state[p]["slow"])
 
 
+class Derived(Others):
+    """Calls the step that it is derived from, and computes with plain tensors, products and sorts after that."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step, and decay."""
+        super().step(closure)
+        decay(self)
+
+
+class DerivedOfTorch(torch.optim.AdamW):
+    """The same of an optimizer of PyTorch."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step, and decay."""
+        super().step(closure)
+        decay(self)
+
+
+class OnlyNamed(torch.optim.AdamW):
+    """Steps as the optimizer of PyTorch does, which needs nothing of others."""
+
+
+def decay(optimizer: torch.optim.Optimizer) -> None:
+    """Compute with whole parameters."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.sub_(0.01 * torch.ones(p.shape) * p)
+        p.sub_(0.01 * p.sort(0).values)
+        if p.dim() == 2:
+            p.sub_(0.01 * (p @ p.T) @ p)
+
+
 class Failing(Others):
     """Raises amid a step."""
 
@@ -278,12 +312,16 @@ class Averaging(Others):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Derived, before its own base was made": Derived,
+    "Derived of torch, before its base was made": lambda parameters: DerivedOfTorch(parameters, lr=1e-2),
     "Others": Others,
+    "Derived, after its own base was made": Derived,
     "Moment": Moment,
     "Factored": Factored,
     "Sharp": Sharp,
     "Lookahead": lambda parameters: Lookahead(Factored(parameters)),
     "Lookahead of torch": lambda parameters: Lookahead(torch.optim.AdamW(parameters, lr=1e-2)),
+    "Derived of torch, after its base was made": lambda parameters: DerivedOfTorch(parameters, lr=1e-2),
 }
 
 
@@ -297,7 +335,7 @@ def train(model: nn.Module, ranks: Sequence[int], make: Callable[[Any], torch.op
             optimizer.zero_grad()
             torch.stack([model(*batch) for batch in batches]).mean().backward()  # noqa: B023
 
-        if isinstance(optimizer, Sharp):
+        if isinstance(optimizer, Sharp | Derived):
             optimizer.step(closure)
         else:
             closure()
@@ -324,6 +362,14 @@ def train_everywhere(rank: int) -> dict[str, str]:
             )
     with pytest.raises(KeyError, match="of its own"):
         train(model, [rank], Failing)
+
+    def fail() -> None:
+        raise RuntimeError("no sharding of the data, no DTensor")
+
+    with pytest.raises(RuntimeError, match="of the data"):  # not an OsdpError
+        Others(model.parameters()).step(fail)
+    with patch("runtime.step.whole_steps.AsWhole", side_effect=AssertionError):
+        train(model, [rank], lambda parameters: OnlyNamed(parameters, lr=1e-2))
     said["averaging"] = refusal(lambda: train(model, [rank], Averaging))
     of_slices = OSDP(seeded(build), sliced)
     said["of slices"] = refusal(lambda: train(of_slices, [rank], Factored))
