@@ -43,7 +43,7 @@ from runtime.dtensor_rows import (
     whole_of,
     write_whole,
 )
-from runtime.dtensor_writes import Part, part_of, refresh, write_back
+from runtime.dtensor_writes import Part, count_write, part_of, renew, write_back
 from runtime.torch_compat import held_tensor
 
 aten = torch.ops.aten
@@ -82,10 +82,17 @@ class AsWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if DTensor in types or Part in types:
             if not _are_known(types):  # gradients that are not complete have words of their own
                 return func(*args, **kwargs)
+            if Part in types:
+                for one in tree_leaves((args, kwargs)):
+                    if type(one) is Part:
+                        renew(one)
             way = _ways.get(func) or _way_of(func)
             if self.slices and way not in OF_ELEMENTS:
                 _check_numbers(func, args, self.slices)
-            return way(func, args, kwargs)
+            found = way(func, args, kwargs)
+            if func._schema.is_mutable and type(found) is not Part:  # of that `write_back` has counted it
+                count_write()
+            return found
         return func(*args, **kwargs)
 
 
@@ -206,10 +213,10 @@ def _is_known(layout: int, tensor: DTensor) -> bool:
 
 def _each_element(op: Op, written: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute `op(*args, **kwargs)` of the rows that this rank holds; `written`: those of the arguments that change."""
-    for one in written:
-        if type(one) is Part:
-            refresh(one)
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    for one in tensors:  # those in lists may be parts of one another
+        if type(one) is Part:
+            renew(one)
     base = _base(tensors, written)
     if base is None:
         return _gathering(op, written, args, kwargs)
@@ -394,9 +401,6 @@ def _has_one_row(tensor: DTensor) -> bool:
 def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute of whole tensors."""
     written = _written_in(func, args, kwargs)
-    for one in tree_leaves(written):
-        if type(one) is Part:
-            refresh(one)
     return _gathering(func, written, args, kwargs)
 
 

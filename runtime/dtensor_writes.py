@@ -6,9 +6,11 @@
     weight.copy_(whole)                   refused, though every rank has the whole of the other
     weight.normal_()                      on CPU ranks with one seed all draw the same rows
 
-Here in-place methods take plain tensors for whole ones, of which each rank writes its rows; a part that is a copy
-writes what it gets back into what it is a part of, a collective call; and random numbers are drawn for the whole, as
-one process draws them.  Only where no gradient is recorded: autograd itself refuses such writes to parameters.
+A part that is a copy is also copied anew when it is read after its root has changed, but for changes by `.data`
+outside of steps, which leave no trace.  Here in-place methods take plain tensors for whole ones, of which each rank
+writes its rows; a part that is a copy writes what it gets back into what it is a part of, a collective call; and
+random numbers are drawn for the whole, as one process draws them.  Only where no gradient is recorded: autograd itself
+refuses such writes to parameters.
 
 Random numbers on GPUs are left to torch, whose DTensors draw them for the whole there.
 """
@@ -31,6 +33,7 @@ from runtime.dtensor_rows import (
     has_padding,
     is_uneven,
     is_whole,
+    laid_out_as,
     may_be_uneven,
     own_rows,
     replicated,
@@ -81,6 +84,23 @@ class Part(DTensor):
     def data(self, values: Tensor) -> None:
         self.__class__ = DTensor  # type: ignore[assignment]  # as of plain tensors: from now on a part of nothing
         self.data = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute an operation of what the root has now."""
+        for one in tree_leaves((args, kwargs)):
+            if type(one) is Part:
+                renew(one)
+        parts = dict[int, Part]()
+
+        def plainly(part: Part) -> DTensor:
+            alone = laid_out_as(held_tensor(part), part)
+            parts[id(alone)] = part
+            return alone
+
+        args, kwargs = tree_map_only(Part, plainly, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        return tree_map_only(DTensor, lambda one: parts.get(id(one), one), found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a copy that is a part of nothing."""
@@ -141,8 +161,8 @@ def _viewing(by_torch: Method, name: str) -> Method:
                 raise OsdpError(what, got=name, expected="parameters used in forward", advice=advice)
             return by_torch(self, *args, **kwargs)
         if _needs_others(name, self, args):
-            args = tree_map_only(DTensor, gathered, args)
-            whole = by_torch(gathered(self), *args, **kwargs)
+            args = tree_map_only(DTensor, _gathered, args)
+            whole = by_torch(_gathered(self), *args, **kwargs)
             found = tree_map_only(Tensor, partial(replicated, like=self), whole)
         else:
             found = by_torch(self, *args, **kwargs)
@@ -182,7 +202,43 @@ def part_of(parent: DTensor, found: Tensor, view: Callable[[Tensor], Tensor]) ->
     made.__class__ = Part
     made.root = of_parent.root if is_part else parent
     made.view_of = (lambda whole: view(of_parent.view_of(whole))) if is_part else view
+    made.memory = of_parent.memory if is_part else held_tensor(parent).untyped_storage()
+    _note(made)
     return found
+
+
+_writes = [0]
+"""How often `count_write` was called, equally often on all ranks."""
+
+
+def count_write() -> None:
+    """Note that some DTensor is written to: what parts are copies of may change, also where its version stays."""
+    _writes[0] += 1
+
+
+def _state_of_root(part: Any) -> tuple[int, int]:
+    """Return what changes when what a part is a part of does: the same on all ranks, without asking."""
+    return _writes[0], 0 if part.root.is_inference() else part.root._version
+
+
+def _note(part: Any) -> None:
+    """Note that a part has what is in its place now."""
+    part.noted = _state_of_root(part)
+
+
+def renew(part: Any) -> None:
+    """Let a part have what is in its place now, if that may have changed. A collective call then, of all ranks."""
+    if part.noted != _state_of_root(part):
+        if part.memory._cdata == held_tensor(part.root).untyped_storage()._cdata:  # else its `.data` were replaced
+            refresh(part)
+        _note(part)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, of a part what is in its place now; a plain tensor itself. A collective call."""
+    if type(tensor) is Part:
+        renew(tensor)
+    return gathered(tensor)
 
 
 @torch.no_grad()
@@ -202,6 +258,8 @@ def write_back(part: Any) -> None:
     if values.untyped_storage()._cdata == whole.untyped_storage()._cdata:
         values.copy_(gathered(part))
         write_whole(part.root, whole)
+    count_write()
+    _note(part)
 
 
 def _is_copy(found: DTensor, parent: DTensor) -> bool:
@@ -220,10 +278,12 @@ def _writing_rows(by_torch: Method) -> Method:
 
         def rows(one: Tensor) -> Tensor:
             if isinstance(one, DTensor):
+                if type(one) is Part:
+                    renew(one)
                 alike = one.placements == self.placements and one.device_mesh == self.device_mesh
                 if alike and one.shape == self.shape:
                     return held_tensor(one)
-                one = gathered(one)
+                one = _gathered(one)
             local = held_tensor(self)
             one = own_rows(self, one.expand(self.shape)).reshape(local.shape) if one.dim() else one
             return one.to(local.device)
@@ -251,7 +311,7 @@ def _writing_whole(by_torch: Method) -> Method:
         if _is_left(self, *tree_leaves((args, kwargs))):
             return by_torch(self, *args, **kwargs)
         values = gathered(self)
-        by_torch(values, *tree_map_only(Tensor, gathered, args), **tree_map_only(Tensor, gathered, kwargs))
+        by_torch(values, *tree_map_only(Tensor, _gathered, args), **tree_map_only(Tensor, _gathered, kwargs))
         write_whole(self, values)
         return self
 
@@ -266,7 +326,7 @@ def _drawing(by_torch: Method) -> Method:
         if _is_left(self) or self.device_mesh.device_type != "cpu":
             return by_torch(self, *args, **kwargs)
         whole = torch.empty(self.shape, dtype=self.dtype)
-        by_torch(whole, *tree_map_only(Tensor, gathered, args), **kwargs)
+        by_torch(whole, *tree_map_only(Tensor, _gathered, args), **kwargs)
         write_whole(self, whole)
         return self
 
@@ -281,11 +341,13 @@ def _writing_back(by_torch: Method) -> Method:
         if _is_of_others(args, kwargs):
             return by_torch(self, *args, **kwargs)
         leaves = (self, *tree_leaves((args, kwargs)))
+        if type(self) is Part:
+            renew(self)
         if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in leaves):
             what = "gradients are not recorded through what is written to a part of a sharded parameter"
             advice = "write under torch.no_grad(), or compute a new tensor, as torch.cat of parts"
             raise OsdpError(what, got=by_torch.__name__, expected="values that need no gradient", advice=advice)
-        args, kwargs = tree_map_only(Tensor, gathered, args), tree_map_only(Tensor, gathered, kwargs)
+        args, kwargs = tree_map_only(Tensor, _gathered, args), tree_map_only(Tensor, _gathered, kwargs)
         whole = gathered(self.root)  # which has changed, maybe, since this was copied
         values = self.view_of(whole)
         if values.untyped_storage()._cdata != whole.untyped_storage()._cdata:  # as of `p[mask]`: a copy in PyTorch too
@@ -295,6 +357,8 @@ def _writing_back(by_torch: Method) -> Method:
             by_torch(values, *args, **kwargs)
             write_whole(self.root, whole)
         write_whole(self, values)
+        count_write()
+        _note(self)
         return self
 
     return write

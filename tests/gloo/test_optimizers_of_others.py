@@ -110,6 +110,15 @@ STEPS = (
     "a, b = torch.chunk(g, 2); a.zero_(); torch.narrow(g, 1, 0, 2).neg_(); p.sub_(g)",
     "x = g.reshape(-1, 3); x.div_(x.abs().amax(1, keepdim=True)); p.sub_(x.view(5, 6))",
     "p.T.sub_(g.T); p.mT[0].zero_(); p.squeeze().add_(1); p.expand(2, -1, -1)[0].mul_(1.)",
+    # parts that are read after what they are parts of has changed
+    "v = g.view(-1); g.add_(p); p.sub_(v.view(5, 6)); p.sub_(g / v.norm())",
+    "v = p.view(-1); p.data.mul_(0.5); kept('k', p).copy_(v.view(5, 6)); w = v.view(5, 6); p.zero_(); s['k'].add_(w)",
+    "x = g.split(2); g.mul_(3); p.sub_(torch.cat(x)); torch._foreach_add_([g], 1.); p.sub_(torch.cat(x))",
+    "a, b = p[0], p[:2]; a.zero_(); kept('k', p).add_(b.sum()); torch.add(b, 1, out=b); s['k'].mul_(a.sum())",
+    "d, e = torch.diagonal(p), p.diagonal(1); p.add_(1); kept('k', p).add_(d.sum() - e.mean()); e.zero_(); d.add_(1)",
+    "v = p.view(-1); p.data = p.data * 2; p.sub_(v.view(5, 6), alpha=0.1); u = p.view(-1); p.add_(1); p.mul_(u.norm())",
+    "x = g.flatten(); g.mul_(2); x.mul_(3); g.sub_(1); k = kept('k', p); "
+    "torch._foreach_add_([k, k], [x.view(5, 6), g])",
     # numbers drawn, by what a rank gets of the whole, and in what it keeps
     "p.sub_(g @ torch.randn(6, 2) @ torch.ones(2, 6)); p.add_(torch.bernoulli(torch.full_like(g, 0.5)))",
     "p.sub_(g[:, torch.randperm(6)]); p.add_(torch.randint_like(g, 3)); p.mul_(torch.rand_like(g))",

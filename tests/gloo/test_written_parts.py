@@ -39,6 +39,9 @@ WRITES = (
     *("p.normal_()", "p.add_(torch.randn_like(p))", "p.uniform_(-1, 1); p[0].normal_()", "p.bernoulli_(0.5)"),
     *("nn.init.trunc_normal_(p)", "p.mul_(torch.rand_like(p))", "nn.init.kaiming_uniform_(p)"),
     *("r = p[0]; p.mul_(2); r.add_(1)", "r = p[:1]; p.zero_(); r.mul_(3)", "p[0].square_()", "r = p[0]; r **= 2"),
+    *("r = p[:2]; p.mul_(2); p.copy_(r.sum() + p)", "r, t = p[0], p[:1]; r.zero_(); p.add_(t.sum())"),
+    *("r = p.view(-1); p.mul_(2); q.add_(r.view_as(q)); p.copy_(q)", "r = p[0]; p.add_(1); p.mul_(p.new_ones(6) * r)"),
+    *("r = p[:1]; p.mul_(2); q[:1] = r; q[1:] = r; p.copy_(q)", "r = p.view(-1); p.mul_(2); p.copy_(r[:6] + q)"),
     *("a = p[:2]; b = p[1:3]; a.zero_(); b.add_(1)", "a = p[0]; b = p[0]; a.add_(1); b.mul_(2)", "p[0].clip_(max=3)"),
     *(
         "p[1:3].cumsum_(0)",
