@@ -61,7 +61,7 @@ def held_alike(args: Sequence[Any]) -> tuple[int, list[Any]]:
                 return 0, []
             layout = number
             held.append(one._local_tensor)
-        elif isinstance(one, Tensor) and one.dim():
+        elif isinstance(one, DTensor) or (isinstance(one, Tensor) and one.dim()):  # of a class derived from it too
             return 0, []
         else:
             held.append(one)

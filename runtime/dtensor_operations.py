@@ -10,7 +10,7 @@ computed of the rows that a rank holds (`_elementwise`); all else of gathered te
 rows of what is written to (`_whole`).  So each result is that of one process, and all ranks make the same collective
 calls.  Whole results stay whole: what an optimizer keeps of them every rank keeps.
 
-Element by element is what torch tags as pointwise, and `ELEMENTWISE`; of lists, what is not in `OF_EACH`.
+Element by element is what torch tags as pointwise, and `ELEMENTWISE`; of lists, what is in `LISTS`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from runtime.dtensor_rows import (
     whole_of,
     write_whole,
 )
-from runtime.dtensor_writes import Part, count_write, part_of, renew, write_back
+from runtime.dtensor_writes import Part, count_write, left_to_mode, part_of, renew, write_back
 from runtime.torch_compat import held_tensor
 
 aten = torch.ops.aten
@@ -58,6 +58,17 @@ ELEMENTWISE = frozenset(
 """Names of operations that are computed so too."""
 OF_EACH: dict[str, Op] = {"_foreach_max": lambda one: one.max()}
 """Those on lists that return a number of each tensor."""
+LISTS = frozenset(
+    (
+        *("abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp_max", "clamp_min", "clone"),
+        *("copy", "cos", "cosh", "div", "erf", "erfc", "exp", "expm1", "floor", "frac", "lerp", "lgamma", "log"),
+        *("log10", "log1p", "log2", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt"),
+        *("sigmoid", "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh", "trunc", "zero"),
+    )
+)
+"""What goes element by element of the tensors in lists: `torch._foreach_*`, in place or not."""
+FUSED = frozenset(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"))
+"""Other operations on lists that do."""
 NEW = frozenset(("new_zeros", "new_ones", "new_empty", "new_full"))
 """Those that take of a tensor its dtype and device, and a shape."""
 PASSED = frozenset(("alias", "t", "transpose", "permute", "unsqueeze", "is_same_size"))
@@ -76,6 +87,16 @@ class AsWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.slices = slices
 
+    def __enter__(self) -> AsWhole:
+        """Let it see each operation that needs whole tensors, also those of methods, if there are slices."""
+        left_to_mode.extend([self] * bool(self.slices))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Undo that."""
+        left_to_mode.clear()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Compute an operation. Raises OsdpError if it needs whole tensors of which there are slices."""
         kwargs = kwargs or {}
@@ -88,7 +109,7 @@ class AsWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         renew(one)
             way = _ways.get(func) or _way_of(func)
             if self.slices and way not in OF_ELEMENTS:
-                _check_numbers(func, args, self.slices)
+                _check_numbers(func, args, kwargs, self.slices)
             found = way(func, args, kwargs)
             if func._schema.is_mutable and type(found) is not Part:  # of that `write_back` has counted it
                 count_write()
@@ -96,9 +117,11 @@ class AsWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _check_numbers(func: Any, args: tuple[Any, ...], slices: int) -> None:
-    """Raise OsdpError unless an operation is of numbers."""
-    if any(isinstance(one, DTensor) and one.dim() for one in tree_leaves(args)):
+def _check_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], slices: int) -> None:
+    """Raise OsdpError unless an operation is of numbers, or a view of the same shape."""
+    if func in VIEWS_OF_ALL and func(torch.empty(args[0].shape, device="meta"), *args[1:]).shape == args[0].shape:
+        return
+    if any(isinstance(one, DTensor) and one.dim() for one in tree_leaves((args, kwargs))):
         raise OsdpError(
             "the optimizer computes with whole parameters, of which this plan trains slices",
             got=f"{func}, and {slices} slices of parameters",
@@ -128,7 +151,10 @@ def way_of(func: Any) -> Op:
         return _number
     if name in OF_EACH:
         return partial(_number_of_each, OF_EACH[name])
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith("_foreach_"):
+        is_known = name.removeprefix("_foreach_").removesuffix("_") in LISTS
+        return _of_lists if is_known and not func._overloadname.endswith("out") else _whole_lists
+    if name in FUSED:
         return _of_lists
     if (
         name in PASSED
@@ -142,7 +168,8 @@ def way_of(func: Any) -> Op:
         return _view
     if name in NEW:
         return _new
-    return _elementwise if torch.Tag.pointwise in func.tags or name in ELEMENTWISE else _whole
+    is_of_elements = torch.Tag.pointwise in func.tags or name in ELEMENTWISE
+    return _elementwise if is_of_elements and len(func._schema.returns) == 1 else _whole
 
 
 @cache
@@ -217,6 +244,10 @@ def _each_element(op: Op, written: Sequence[Any], args: tuple[Any, ...], kwargs:
     for one in tensors:  # those in lists may be parts of one another
         if type(one) is Part:
             renew(one)
+    given = [one for one in tensors if not any(one is other for name, other in kwargs.items() if name == "out")]
+    shape = torch.broadcast_shapes(*[one.shape for one in given])  # type: ignore[no-untyped-call]
+    if any(one.shape != shape for one in written if not any(one is other for other in given)):  # it gets that shape
+        return _gathering(op, written, args, kwargs)
     base = _base(tensors, written)
     if base is None:
         return _gathering(op, written, args, kwargs)
@@ -416,6 +447,8 @@ def _gathering(op: Op, written: Sequence[Any], args: tuple[Any, ...], kwargs: di
     found = op(*whole_args, **whole_kwargs)
     for one in tree_leaves(written):
         if isinstance(one, DTensor):
+            if any(one is other for other in tree_leaves(kwargs)):
+                _check_shape(op, one, changed[id(one)])
             write_whole(one, changed[id(one)])
             if type(one) is Part:
                 write_back(one)
@@ -424,5 +457,22 @@ def _gathering(op: Op, written: Sequence[Any], args: tuple[Any, ...], kwargs: di
     return tree_map_only(Tensor, partial(replicated, like=like), found)
 
 
-OF_ELEMENTS = frozenset((_elementwise, _of_lists, _pass, _detached, _new, _view))
+def _check_shape(op: Op, tensor: DTensor, whole: Tensor) -> None:
+    """Raise OsdpError if what an operation writes to a tensor has another shape than that had."""
+    if whole.shape != tensor.shape:
+        what, got = "a sharded tensor cannot change its shape", f"{op} into one of {tuple(tensor.shape)}"
+        raise OsdpError(what, got=got, expected=f"out= a tensor of {tuple(whole.shape)}", advice="leave out= away")
+
+
+def _whole_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute of the whole tensors in lists."""
+    found = _whole(func, args, kwargs)
+    return found if func._schema.returns else None
+
+
+VIEWS_OF_ALL = frozenset(
+    (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor)
+)
+"""Views that have all elements in their order where the shape stays."""
+OF_ELEMENTS = frozenset((_elementwise, _of_lists, _pass, _detached, _new))
 """Ways that compute the same of slices as of whole tensors."""

@@ -139,11 +139,16 @@ def _is_of_others(*arguments: Any) -> bool:
     return any(isinstance(one, DTensor) and type(one) not in (DTensor, Part) for one in tree_leaves(arguments))
 
 
+left_to_mode: list[object] = []
+"""The mode, if one is entered, that sees to views and writes itself."""
+
+
 def _is_left(tensor: DTensor, *others: Any) -> bool:
-    """Return whether a call is left to torch: of a class derived from DTensor, compiled, or differentiated."""
+    """Return whether a call is left to torch: of a derived class, to a mode, compiled, or differentiated."""
     return (
         type(tensor) is not DTensor
         or _is_of_others(*others)
+        or bool(left_to_mode)
         or torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and any(one.requires_grad for one in (tensor, *others) if isinstance(one, Tensor)))
     )
@@ -155,7 +160,7 @@ def _viewing(by_torch: Method, name: str) -> Method:
     @wraps(by_torch)
     def view(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not Part and _is_left(self):
-            if type(self) is DTensor and is_uneven(self) and _needs_others(name, self, args):
+            if type(self) is DTensor and not left_to_mode and is_uneven(self) and _needs_others(name, self, args):
                 what = "a part of a parameter that one rank owns has no gradient"
                 advice = "read it under torch.no_grad(), or plan with another pin than owner, such as *=shard"
                 raise OsdpError(what, got=name, expected="parameters used in forward", advice=advice)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import Blocks, batch_of, plan_of, refusal, seeded
 
-from runtime.dtensor_operations import AsWhole
+from profiler.errors import OsdpError
+from runtime.dtensor_operations import LISTS, AsWhole, way_of
 from runtime.dtensor_rows import gathered
 from runtime.dtensor_values import follow_values
 from runtime.torch_compat import uneven_dtensor
@@ -104,6 +105,19 @@ STEPS = (
     "p.sub_(g / s['r'][:, None])",
     "torch._foreach_mul_(list(p.unbind(0)), 0.5); torch._foreach_add_([p[0], p[:, 1]], [g[1], g[:, 2]])",
     "torch._foreach_sub_([p], torch._foreach_mul([g], [g.norm()])); torch._foreach_clamp_max_([p], 9.)",
+    "p.sub_(torch._foreach_mm([g, p], [g.T.contiguous(), g.T])[0] @ g)",
+    *(
+        ("p.sub_(g / torch._foreach_powsum([g, p], 2)[0])", "p.sub_(g / torch._foreach_powsum([p, g], 3)[1])")
+        if hasattr(torch, "_foreach_powsum")
+        else ()
+    ),
+    "p.sub_(g / torch._foreach_max([g.abs(), p])[0]); p.sub_(torch._foreach_clone([g, p])[0])",
+    # several results, and results into what has another shape
+    "m, e = torch.frexp(g); p.sub_(m).add_(e)",
+    "x = torch.empty(0); torch.mul(g, g, out=x); p.sub_(x); torch.sort(g, 0, out=(x, y := torch.empty(0).long())); "
+    "p.sub_(x)",
+    # numbers that are parts
+    "x = g * 2; x.mul_(p[0, 0]); k = kept('k', p).add_(p[4, 1]).sub_(x); k.addcmul_(g, p[1, 1]); p.data[2, 2].zero_()",
     # views by functions, and what is written to them
     "torch.flatten(g).mul_(2); p.sub_(torch.reshape(g, (6, 5)).mT.contiguous().view(5, 6))",
     "torch.clamp_(p[0], max=1); torch.mul(p[1:3], 2, out=p[1:3]); torch.neg_(torch.select(p, 1, 2))",
@@ -306,6 +320,32 @@ def decay(optimizer: torch.optim.Optimizer) -> None:
             p.sub_(0.01 * (p @ p.T) @ p)
 
 
+OF_SLICES = (
+    *("p[0].zero_()", "p[..., 1:] *= 2", "p.view(-1).mul_(2)", "p.flatten()[:2].zero_()", "g.reshape(1, -1).neg_()"),
+    *("p.chunk(2)[0].zero_()", "p.split(2)[0].zero_()", "p.unbind()[0].zero_()", "p.narrow(0, 0, 1).zero_()"),
+    *("torch._foreach_mul_(list(p), 2.)", "(p[None] if p.dim() == 1 else p).diagonal().zero_()", "p[[0]] = 0."),
+    *("torch._foreach_norm([p])", "p.expand(2, *p.shape).sum()", "torch.frexp(p)"),
+)
+"""Steps that look at places or at the whole, which slices have none of."""
+BY_ELEMENT = (
+    *("p.view_as(g).mul_(0.9)", "p.data.view(p.shape).sub_(g.view(*g.shape))", "p.mT.mul_(0.9) if p.dim() > 1 else 0"),
+    *("p.unsqueeze(0).mul_(0.9)", "p.detach().t().mul_(0.9)", "p[:].mul_(0.9)", "p[...].mul_(0.9)"),
+    "torch._foreach_mul_([p], 0.9)",
+)
+"""Steps that do not."""
+
+
+class Coded(Others):
+    """Runs code for each parameter."""
+
+    def __init__(self, parameters: Any, code: str) -> None:
+        super().__init__(parameters)
+        self.code = code
+
+    def update(self, p: Tensor, g: Tensor, s: dict[str, Any]) -> None:
+        exec(self.code, {"torch": torch}, {"p": p, "g": g, "s": s})
+
+
 class Failing(Others):
     """Raises amid a step."""
 
@@ -382,6 +422,10 @@ def train_everywhere(rank: int) -> dict[str, str]:
     said["averaging"] = refusal(lambda: train(model, [rank], Averaging))
     of_slices = OSDP(seeded(build), sliced)
     said["of slices"] = refusal(lambda: train(of_slices, [rank], Factored))
+    for code in OF_SLICES:
+        with pytest.raises(OsdpError, match="of which this plan trains slices"):
+            train(of_slices, [rank], lambda parameters, code=code: Coded(parameters, code))  # type: ignore[misc]
+    train(of_slices, [rank], lambda parameters: Coded(parameters, "; ".join(BY_ELEMENT)))
     model.zero_grad()
     with pytest.raises(RuntimeError, match="mixed"):  # nothing of a step that failed is left
         next(iter(model.parameters())).detach() + torch.ones(10, 6)
@@ -393,6 +437,27 @@ def test_optimizers_of_others_train_as_in_one_process() -> None:
     for said in run_ranks(train_everywhere, 2):
         assert "gradients are means over ranks already" in said["averaging"]
         assert "of which this plan trains slices" in said["of slices"]
+
+
+def test_each_operation_on_lists_is_known_to_go_by_elements_or_not() -> None:
+    names = {one.name.removeprefix("aten::") for one in torch._C._jit_get_all_schemas()}
+    found = {one.removeprefix("_foreach_").removesuffix("_") for one in names if one.startswith("_foreach_")}
+    assert found - LISTS <= {"max", "norm", "mm", "powsum"}
+    assert found >= LISTS
+    wrong = [one for one in LISTS - {"clone", "copy", "zero"} if not is_pointwise(one)]
+    assert not wrong
+    for name, way in (("mm", "_whole_lists"), ("powsum", "_whole_lists"), ("add", "_of_lists"), ("copy_", "_of_lists")):
+        packet = getattr(torch.ops.aten, f"_foreach_{name}", None)
+        for overload in packet.overloads() if packet else ():
+            is_out = overload.endswith("out")
+            assert way_of(getattr(packet, overload)).__name__ == ("_whole_lists" if is_out else way)
+    assert way_of(torch.ops.aten._fused_rms_norm.default).__name__ == "_whole"
+
+
+def is_pointwise(name: str) -> bool:
+    """Return whether torch computes element by element what an operation on one tensor computes."""
+    packet = getattr(torch.ops.aten, name)
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 def test_steps_of_dtensors_are_those_of_plain_tensors() -> None:
