@@ -13,6 +13,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from profiler.errors import OsdpError
+
 
 def handle(handlers: Mapping[Any, Any]) -> None:
     """Let DTensors compute these operations so."""
@@ -51,16 +53,16 @@ def layouts_of(tensors: Sequence[Tensor]) -> list[int]:
 def held_alike(args: Sequence[Any]) -> tuple[int, list[Any]]:
     """Return what this rank holds of arguments that are DTensors, and of them what `layouts_of` says, 0 if they differ.
 
-    Others are numbers, if of tensors then without dimensions, or they differ too.
+    Others are numbers, if of tensors then without dimensions, or they differ too.  Raises OsdpError as `same_rows`.
     """
-    layout, held = 0, []
+    layout, held, first = 0, [], None
     for one in args:
         if type(one) is DTensor:
             number = hash(one._spec)
             if number != layout and layout:
                 return 0, []
-            layout = number
-            held.append(one._local_tensor)
+            layout, first = number, one if first is None else first
+            held.append(same_rows(one, first))
         elif isinstance(one, DTensor) or (isinstance(one, Tensor) and one.dim()):  # of a class derived from it too
             return 0, []
         else:
@@ -68,6 +70,22 @@ def held_alike(args: Sequence[Any]) -> tuple[int, list[Any]]:
     return layout, held
 
 
-def held_tensors(tensors: Sequence[Any]) -> list[Tensor]:
-    """Return what each DTensor holds on this rank."""
-    return [one._local_tensor for one in tensors]
+def held_tensors(tensors: Sequence[Any], first: Sequence[Any]) -> list[Tensor]:
+    """Return what each DTensor holds on this rank, in the rows of those that are `first`."""
+    return [same_rows(one, like) for one, like in zip(tensors, first, strict=True)]
+
+
+def same_rows(tensor: Any, like: Any) -> Tensor:
+    """Return what this rank holds of a DTensor; raises OsdpError unless that is as many rows as of one laid out alike.
+
+    Their specifications do not tell which rank owns a tensor.
+    """
+    local: Tensor = tensor._local_tensor
+    if local.shape != like._local_tensor.shape:
+        raise OsdpError(
+            "an optimizer computes with tensors together that different ranks own",
+            got=f"{tuple(local.shape)} beside {tuple(like._local_tensor.shape)} on this rank, of {tuple(tensor.shape)}",
+            expected="what belongs to one parameter",
+            advice="plan with another pin than owner, such as *=shard",
+        )
+    return local

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.errors import OsdpError
-from runtime.dtensor_internals import held_alike, held_tensors, layouts_of
+from runtime.dtensor_internals import held_alike, held_tensors, layouts_of, same_rows
 from runtime.dtensor_numbers import added_up, numbers
 from runtime.dtensor_rows import (
     gathered,
@@ -298,7 +298,7 @@ def _rows(base: DTensor, one: Tensor) -> Tensor:
         return held_tensor(one)
     if isinstance(one, DTensor):
         if _is_laid_out_as(one, base):
-            return held_tensor(one)
+            return same_rows(one, base)
         one = whole_of(added_up(one))
     if one.numel() == 1 or is_whole(base):
         return one
@@ -356,7 +356,7 @@ def _rows_of_lists(args: tuple[Any, ...]) -> list[Any] | None:
                     return None
             if found != layouts or (is_any_spread() and any(map(_differ, zip(first, argument, strict=True)))):
                 return None
-            rows.append(held_tensors(argument))
+            rows.append(held_tensors(argument, first))
     return rows
 
 

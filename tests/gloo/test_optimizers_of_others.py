@@ -197,6 +197,17 @@ def step(rank: int) -> list[str]:
             for one, other in zip(found, wanted, strict=True):
                 if not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
                     wrong.append(f"{code} of what is {lay_out.__name__}")
+    one_row = torch.ones(1, 6)
+    of_another = uneven_dtensor(one_row if rank == 1 else one_row[:0], mesh, one_row.shape)
+    for together in (lambda: owned(one_row) + of_another, lambda: torch._foreach_add([owned(one_row)], [of_another])):
+        told = ""
+        try:
+            with torch.no_grad(), AsWhole():
+                together()
+        except OsdpError as error:
+            told = str(error)
+        if ("different ranks own" in told) != (rank in (1, 2)):
+            wrong.append(f"what ranks 1 and 2 own was computed with together: {told}")
     return wrong
 
 
