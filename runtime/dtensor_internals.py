@@ -53,16 +53,16 @@ def layouts_of(tensors: Sequence[Tensor]) -> list[int]:
 def held_alike(args: Sequence[Any]) -> tuple[int, list[Any]]:
     """Return what this rank holds of arguments that are DTensors, and of them what `layouts_of` says, 0 if they differ.
 
-    Others are numbers, if of tensors then without dimensions, or they differ too.  Raises OsdpError as `same_rows`.
+    Others are numbers, if of tensors then without dimensions, or they differ too.
     """
-    layout, held, first = 0, [], None
+    layout, held = 0, []
     for one in args:
         if type(one) is DTensor:
             number = hash(one._spec)
             if number != layout and layout:
                 return 0, []
-            layout, first = number, one if first is None else first
-            held.append(same_rows(one, first))
+            layout = number
+            held.append(one._local_tensor)
         elif isinstance(one, DTensor) or (isinstance(one, Tensor) and one.dim()):  # of a class derived from it too
             return 0, []
         else:

@@ -71,7 +71,7 @@ FUSED = frozenset(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_s
 """Other operations on lists that do."""
 NEW = frozenset(("new_zeros", "new_ones", "new_empty", "new_full"))
 """Those that take of a tensor its dtype and device, and a shape."""
-PASSED = frozenset(("alias", "t", "transpose", "permute", "unsqueeze", "is_same_size"))
+PASSED = frozenset(("alias", "detach_", "t", "transpose", "permute", "unsqueeze", "is_same_size"))
 """Those that torch's DTensors do right, whatever rows ranks hold."""
 OF_RANKS = ("c10d", "_c10d", "_dtensor", "prim")
 """Namespaces of operations that are about ranks and layouts."""
@@ -217,6 +217,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if type(like) is DTensor and not (kwargs and any(isinstance(one, Tensor) for one in kwargs.values())):
         layout, rows = held_alike(args)
         if layout and (layout in _with_rows or _is_known(layout, like)) and not _differ(args):
+            for one in args:
+                if type(one) is DTensor:
+                    same_rows(one, like)
             found = func(*rows, **kwargs)
             return like if _written(func) else laid_out_as(found, like)
     return _each_element(func, _written_in(func, args, kwargs), args, kwargs)

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
@@ -42,6 +43,8 @@ def _follow_values() -> None:
     follow_writes()
     collectives = (one.default for one in (c10d.allreduce_, c10d.broadcast_, c10d.reduce_, c10d.allgather_))
     handle({**numbers(), **dict.fromkeys(collectives, _refuse_collective)})
+    if not hasattr(FSDPModule, "reset_iter_state"):  # before 2.13 there is no rule; autograd has done it
+        handle({aten.detach_.default: lambda op, args, kwargs: args[0]})
     let_numbers_change()
     by_torch = torch.Tensor.data
 

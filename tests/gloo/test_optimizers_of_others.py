@@ -105,13 +105,17 @@ STEPS = (
     "p.sub_(g / s['r'][:, None])",
     "torch._foreach_mul_(list(p.unbind(0)), 0.5); torch._foreach_add_([p[0], p[:, 1]], [g[1], g[:, 2]])",
     "torch._foreach_sub_([p], torch._foreach_mul([g], [g.norm()])); torch._foreach_clamp_max_([p], 9.)",
-    "p.sub_(torch._foreach_mm([g, p], [g.T.contiguous(), g.T])[0] @ g)",
     *(
-        ("p.sub_(g / torch._foreach_powsum([g, p], 2)[0])", "p.sub_(g / torch._foreach_powsum([p, g], 3)[1])")
-        if hasattr(torch, "_foreach_powsum")
+        (
+            "p.sub_(g / torch._foreach_powsum([g, p], 2)[0])",
+            "p.sub_(g / torch._foreach_powsum([p, g], 3)[1])",
+            "p.sub_(torch._foreach_mm([g, p], [g.T.contiguous(), g.T])[0] @ g)",
+            "p.sub_(torch._foreach_clone([g, p])[0])",
+        )
+        if hasattr(torch, "_foreach_mm")
         else ()
     ),
-    "p.sub_(g / torch._foreach_max([g.abs(), p])[0]); p.sub_(torch._foreach_clone([g, p])[0])",
+    "p.sub_(g / torch._foreach_max([g.abs(), p])[0])",
     # several results, and results into what has another shape
     "m, e = torch.frexp(g); p.sub_(m).add_(e)",
     "x = torch.empty(0); torch.mul(g, g, out=x); p.sub_(x); torch.sort(g, 0, out=(x, y := torch.empty(0).long())); "

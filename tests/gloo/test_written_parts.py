@@ -23,6 +23,12 @@ from runtime.dtensor_values import follow_values
 from runtime.odc.pending_gradient import PendingGradient
 from runtime.torch_compat import uneven_dtensor
 
+READ_LATER = (
+    *("r = p[:2]; p.mul_(2); p.copy_(r.sum() + p)", "r, t = p[0], p[:1]; r.zero_(); p.add_(t.sum())"),
+    *("r = p.view(-1); p.mul_(2); q.add_(r.view_as(q)); p.copy_(q)", "r = p[0]; p.add_(1); p.mul_(p.new_ones(6) * r)"),
+    *("r = p[:1]; p.mul_(2); q[:1] = r; q[1:] = r; p.copy_(q)", "r = p.view(-1); p.mul_(2); p.copy_(r[:6] + q)"),
+)
+"""Statements that read a part after its tensor has changed: before torch 2.13 only optimizers' steps see that."""
 WRITES = (
     *("p[0].zero_()", "p[0] = 0.", "p[-1] = q[0]", "p[0] *= 2", "p[1:3] = 0.", "p[1:3].zero_()", "p[:2] = q[:2]"),
     *("p[1:] -= 1", "p[p > 5] = 0.", "p[w > 50] = q[w > 50]", "p[m] = q[m]", "p[m] = w[m]", "p[[0, 0]] = 1."),
@@ -39,9 +45,6 @@ WRITES = (
     *("p.normal_()", "p.add_(torch.randn_like(p))", "p.uniform_(-1, 1); p[0].normal_()", "p.bernoulli_(0.5)"),
     *("nn.init.trunc_normal_(p)", "p.mul_(torch.rand_like(p))", "nn.init.kaiming_uniform_(p)"),
     *("r = p[0]; p.mul_(2); r.add_(1)", "r = p[:1]; p.zero_(); r.mul_(3)", "p[0].square_()", "r = p[0]; r **= 2"),
-    *("r = p[:2]; p.mul_(2); p.copy_(r.sum() + p)", "r, t = p[0], p[:1]; r.zero_(); p.add_(t.sum())"),
-    *("r = p.view(-1); p.mul_(2); q.add_(r.view_as(q)); p.copy_(q)", "r = p[0]; p.add_(1); p.mul_(p.new_ones(6) * r)"),
-    *("r = p[:1]; p.mul_(2); q[:1] = r; q[1:] = r; p.copy_(q)", "r = p.view(-1); p.mul_(2); p.copy_(r[:6] + q)"),
     *("a = p[:2]; b = p[1:3]; a.zero_(); b.add_(1)", "a = p[0]; b = p[0]; a.add_(1); b.mul_(2)", "p[0].clip_(max=3)"),
     *(
         "p[1:3].cumsum_(0)",
@@ -125,7 +128,7 @@ def write(rank: int) -> list[str]:
     more = (4, sharded), (1, sharded_in_groups), (1, owned), (4, replicated)
     for rows, lay_out in (*layouts, *(more if THOROUGH else ())):  # rank 3 has none of five rows
         whole = torch.arange(1.0, 6 * rows + 1).view(rows, 6)
-        for code in WRITES:
+        for code in (*WRITES, *(READ_LATER if hasattr(FSDPModule, "reset_iter_state") else ())):
             p, other = whole.clone(), lay_out(whole)
             written(code, p, 10 * whole, 7 * whole)
             written(code, other, lay_out(10 * whole), 7 * whole)
