@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from layouts import layouts_of_four
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from toys import Blocks, batch_of, plan_of, refusal, seeded
 
 from profiler.errors import OsdpError
@@ -174,21 +175,8 @@ def stepped(code: str, lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
 def step(rank: int) -> list[str]:
     """Return which steps are others of DTensors than of plain tensors."""
     follow_values("cpu")
-    mesh, groups, wrong = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2)), list[str]()
-
-    def sharded(whole: Tensor) -> Tensor:
-        return distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
-
-    def sharded_in_groups(whole: Tensor) -> Tensor:
-        return distribute_tensor(whole.clone(), groups, [Replicate(), Shard(0)], src_data_rank=None)
-
-    def owned(whole: Tensor) -> Tensor:
-        return uneven_dtensor(whole.clone() if rank == 2 else whole[:0].clone(), mesh, whole.shape)
-
-    def replicated(whole: Tensor) -> Tensor:
-        return distribute_tensor(whole.clone(), mesh, [Replicate()], src_data_rank=None)
-
-    layouts = sharded, owned, sharded_in_groups, replicated
+    wrong, layouts = list[str](), layouts_of_four(rank)
+    _, owned, *_ = layouts
     for number, code in enumerate(STEPS):
         wanted = stepped(code, Tensor.clone)
         for lay_out in layouts if THOROUGH else (layouts[number % 2],):
@@ -202,6 +190,7 @@ def step(rank: int) -> list[str]:
                 if not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
                     wrong.append(f"{code} of what is {lay_out.__name__}")
     one_row = torch.ones(1, 6)
+    mesh = init_device_mesh("cpu", (4,))
     of_another = uneven_dtensor(one_row if rank == 1 else one_row[:0], mesh, one_row.shape)
     for together in (lambda: owned(one_row) + of_another, lambda: torch._foreach_add([owned(one_row)], [of_another])):
         told = ""

@@ -10,18 +10,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from layouts import layouts_of_four
 from ranks import run_ranks
 from thoroughness import THOROUGH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from profiler.errors import OsdpError
 from runtime.dtensor_rows import gathered
 from runtime.dtensor_values import follow_values
 from runtime.odc.pending_gradient import PendingGradient
-from runtime.torch_compat import uneven_dtensor
 
 READ_LATER = (
     *("r = p[:2]; p.mul_(2); p.copy_(r.sum() + p)", "r, t = p[0], p[:1]; r.zero_(); p.add_(t.sum())"),
@@ -110,20 +110,8 @@ def write(rank: int) -> list[str]:
     """Return which statements and numbers are others of DTensors than of plain tensors."""
     with patch("torch.accelerator.is_available", return_value=True):  # beside a GPU too, these ranks use the CPU
         follow_values("cpu")
-    mesh, groups, wrong = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2)), list[str]()
-
-    def sharded(whole: Tensor) -> Tensor:
-        return distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None)
-
-    def sharded_in_groups(whole: Tensor) -> Tensor:
-        return distribute_tensor(whole.clone(), groups, [Replicate(), Shard(0)], src_data_rank=None)
-
-    def owned(whole: Tensor) -> Tensor:
-        return uneven_dtensor(whole.clone() if rank == 2 else whole[:0].clone(), mesh, whole.shape)
-
-    def replicated(whole: Tensor) -> Tensor:
-        return distribute_tensor(whole.clone(), mesh, [Replicate()], src_data_rank=None)
-
+    sharded, owned, sharded_in_groups, replicated = layouts_of_four(rank)
+    wrong = list[str]()
     layouts = (5, sharded), (1, sharded), (5, owned), (4, sharded_in_groups)
     more = (4, sharded), (1, sharded_in_groups), (1, owned), (4, replicated)
     for rows, lay_out in (*layouts, *(more if THOROUGH else ())):  # rank 3 has none of five rows
@@ -138,7 +126,7 @@ def write(rank: int) -> list[str]:
             found = number(code, lay_out(whole), lay_out(5 - whole))
             if found != pytest.approx(number(code, whole, 5 - whole), rel=1e-6, nan_ok=True):
                 wrong.append(f"{code} of {rows} rows, {lay_out.__name__}")
-    return wrong + others(rank, mesh)
+    return wrong + others(rank, init_device_mesh("cpu", (4,)))
 
 
 def others(rank: int, mesh: DeviceMesh) -> list[str]:
