@@ -28,6 +28,7 @@ from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
+from profiler.reentrant_checkpoints import run_reentrant_as_others
 from runtime.changed_inputs import follow_changed_inputs
 from runtime.dtensor_values import follow_values
 from runtime.local_shards import LocalShard, Origin, whole
@@ -84,6 +85,7 @@ def apply_schedule(
     for split in schedule.splits:
         split_linear(model, split.module, split.count)
     recompute(sharded, compile_backend)
+    run_reentrant_as_others()
     _move_buffers(model, device)
     units = [model.get_submodule(path) for unit in schedule.units for path in unit.modules]
     wrapped = dict.fromkeys([*wrappable(model), *units])

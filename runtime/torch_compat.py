@@ -20,7 +20,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
     keep_repeated_inputs         FSDP2 hooks every input by itself, so that one that is given twice is two in forward
-    reduce_when_rerun            with reentrant checkpoints FSDP2 loses gradients of modules that run twice
+    reduce_when_rerun            where an autograd function's backward runs modules twice, FSDP2 loses gradients
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathered                     no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
@@ -351,7 +351,7 @@ def _hook_each_once(
 
 
 def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
-    """Reduce a unit's gradients whenever a reentrant checkpoint has run its modules' forward and backward.
+    """Reduce a unit's gradients whenever an autograd function has run its modules forward and back in its backward.
 
     FSDP2 takes a forward within a backward for one whose graph is there already, and drops the gradients of all but
     the first of several.

@@ -28,6 +28,7 @@ from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
 from profiler.parameter_memory import shared_memory
 from profiler.plain_attributes import unregistered_tensors
+from profiler.reentrant_checkpoints import reentrant_as_others
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
@@ -35,8 +36,6 @@ from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import OtherDtypesError, find_groups, held_whole
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
-from profiler.trace.reentrant_checkpoints import NOTE as REENTRANT
-from profiler.trace.reentrant_checkpoints import reentrant_checkpoints
 from profiler.trace.registered_parameters import parameters_stay
 from profiler.trace.trace_errors import ModelError, explained, more_telling
 from profiler.trace.unregistered_reads import unregistered_reads
@@ -146,7 +145,7 @@ def _traced(
         alias_others = until_traced.enter_context(outputs_aliased(module))
         for hooks in (inputs_cast(module, precision), containers.surrounding()):
             until_traced.enter_context(hooks)
-        with unregistered_reads(module) as read, mode, reentrant_checkpoints() as is_reentrant:
+        with unregistered_reads(module) as read, mode, reentrant_as_others():
             run = run_sizes(module, source, found, rested, device, sizes, computed, alias_others)
             # What a forward has put in their place is counted where it makes it.
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
@@ -167,8 +166,6 @@ def _traced(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
-    if is_reentrant():
-        notes.append(REENTRANT)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")

@@ -5,8 +5,8 @@ left when the backward ends is reduced then.  Averaging is linear, and averaging
 that a further backward adds to reduced ones are reduced with them, so no order of forwards and backwards is wrong.
 
 The first backward reduces at its end, and shows in which order gradients come; buckets follow that order.  It also
-shows whether they come once: with a reentrant checkpoint a gradient may grow again while its bucket is sent, so
-then all wait for the end.
+shows whether they come once: where an autograd function runs modules again in its backward, a gradient may
+grow again while its bucket is sent, so then all wait for the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -123,7 +123,9 @@ class ReplicatedModel(WrappedUnit):
         bucket = next(one for one in self.buckets if parameter in one.views)
         if bucket.work is not None:
             what = "a parameter got a gradient twice in one backward, and only once in the first"
-            raise OsdpError(what, advice="call torch.utils.checkpoint.checkpoint with use_reentrant=False")
+            raise OsdpError(
+                what, advice="run modules again by torch.utils.checkpoint, not in an autograd function of your own"
+            )
         bucket.take(parameter)
         bucket.missing.discard(parameter)
         for bucket in self.buckets:

@@ -43,6 +43,7 @@ SHARED = frozenset(
         "offloaded_input",
         "opaque_parameters",
         "plain_attributes",
+        "reentrant_checkpoints",
         "rerun_arguments",
         "selective_recomputation",
     )
