@@ -99,7 +99,7 @@ def _check_recompute(pin: Pin, graph: ModelGraph, blocks: Sequence[int], cluster
         if graph.trains and any(call.memory(RECOMPUTE[pin.choice]) is None for call in calls):
             how = " selectively" if RECOMPUTE[pin.choice] is Recompute.SELECTIVE else ""
             what = f"--pin {pin}: block {graph.blocks[index].name} cannot be recomputed{how}"
-            got = "a forward that failed, or did something else, when it ran again in the trace"
+            got = "a forward that the model runs again itself, or that failed or differed when the trace ran it again"
             advice = "turn off what it remembers (use_cache=False in transformers), or leave the pin out"
             raise OsdpError(what, got=got, expected="a forward that can run twice", advice=advice)
         if RECOMPUTE[pin.choice] is Recompute.OFFLOADED and graph.blocks[index].offloadable_bytes == Affine():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -51,13 +51,14 @@ def assemble(
     recomputed: Mapping[int, Pass],
     selective: Mapping[int, Pass],
     apart: Mapping[Recompute, Mapping[int, Pass]],
+    rerun: Container[str],
     let_go: Sequence[bool],
 ) -> ModelGraph:
     """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
 
     Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none,
-    and those of all three kinds in which gradients leave blocks one by one (`apart`) too.  `let_go` says of which
-    executions of blocks the input could be offloaded.
+    and those of all three kinds in which gradients leave blocks one by one (`apart`) too.  Blocks that the model itself
+    runs again (`rerun`) are recomputed in none.  `let_go` says of which executions the input could be offloaded.
     """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
@@ -77,11 +78,14 @@ def assemble(
     position = {group: index for index, group in enumerate(order + unused)}
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
+    own = {execution for execution in run if first.executions[execution].path in rerun}
     found, fitted = [], dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
         again, selected, *apart_runs = (
-            {size: one.calls[index] for size, one in runs.items()} if block is not None else {}
+            {size: one.calls[index] for size, one in runs.items()}
+            if block is not None and record.block not in own
+            else {}
             for runs in (recomputed, selective, *apart_passes)
         )
         records = [record, *others, *(one for runs in (again, selected, *apart_runs) for one in runs.values())]
@@ -100,7 +104,8 @@ def assemble(
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
-    blocks = _blocks(module, operators, calls, passes, (recomputed, selective, *apart_passes[1:]), run, waiting, let_go)
+    reruns = recomputed, selective, *apart_passes[1:]
+    blocks = _blocks(module, operators, calls, passes, reruns, run, own, waiting, let_go)
     named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
@@ -352,10 +357,14 @@ def _blocks(
     passes: Mapping[int, Pass],
     reruns: Sequence[Mapping[int, Pass]],
     ran: Sequence[int],
+    own: Container[int],
     waiting: Sequence[int],
     let_go: Sequence[bool],
 ) -> tuple[Block, ...]:
-    """Return the blocks that ran at least one call; equal ones get the same `block_class`."""
+    """Return the blocks that ran at least one call; equal ones get the same `block_class`.
+
+    Executions that are the model's `own` to run again are not recomputed by a plan.
+    """
     blocks: list[Block] = []
     members: list[list[int]] = [[] for _ in ran]
     for position, call in enumerate(calls):
@@ -368,7 +377,9 @@ def _blocks(
         path = runs[0].path
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
-        rerun, selective, *apart = [_block_rerun(one, execution, waiting[inside[-1]]) for one in reruns]
+        rerun, selective, *apart = [
+            _block_rerun({} if execution in own else one, execution, waiting[inside[-1]]) for one in reruns
+        ]
         apart = [None if one == other else one for one, other in zip(apart, (rerun, selective), strict=True)]
         again = rerun, selective, apart[0], apart[1]
         module_class = type(module.get_submodule(path)).__name__

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from profiler.trace.handover import Handover
 from profiler.trace.live_storage import NO_CHARGE, Charge, LiveStorage
 from profiler.trace.lone_input import LoneInput
+from profiler.trace.op_cost import Cost
 
 
 @dataclass(slots=True)
@@ -30,6 +31,13 @@ class Tally:
     def sum(self) -> int:
         """The sum of all that is measured."""
         return self.flops + self.matmul_bytes + self.other_bytes + sum(self.events)
+
+    def spend(self, cost: Cost) -> None:
+        """Add an operation."""
+        self.flops += cost.flops
+        self.matmul_bytes += cost.matmul_bytes
+        self.other_bytes += cost.other_bytes
+        self.launches += cost.matmul_bytes + cost.other_bytes > 0
 
     def rebase(self, before: Charge, *, in_forward: bool = False) -> None:
         """Take what is charged to earlier calls off live bytes."""

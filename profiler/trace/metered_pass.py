@@ -48,6 +48,8 @@ class Pass:
     """How much more the model holds on to than before it, in whatever place."""
     changed: Mapping[str, Sequence[BufferSite]]
     """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
+    rerun: Mapping[str, None]
+    """Paths of the blocks that the model itself ran again in its backward, but those that stand-ins ran for."""
     written: Mapping[str, None]
     """Names of the parameters that the forward changes."""
     got_gradients: Sequence[bool]
@@ -122,6 +124,8 @@ class PassOptions:
     """Attributes that hooks compute, which hold as much from step to step."""
     told_apart: frozenset[int] = frozenset()
     """Keys of storages of parameters of which calls say whether they read them."""
+    rerun: Container[str] = ()
+    """Blocks that the model itself runs again, and that are not recomputed."""
     reads: AbstractContextManager[Any] = field(default_factory=nullcontext)
     """In which a step runs."""
 
@@ -146,6 +150,7 @@ def run_pass(
         bounded=options.bounded,
         changed=options.changed,
         told_apart=options.told_apart,
+        rerun=options.rerun,
     )
     for tensor in tree_leaves(inputs):
         if isinstance(tensor, Tensor):
@@ -223,6 +228,7 @@ def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) 
         kept=still,
         growth_bytes=fresh_bytes - sum(one.bytes for one in left if one() is None),
         changed=meter.changed,
+        rerun=meter.rerun,
         written=meter.written.names,
         got_gradients=meter.gradients.arrived,
         leaves_nothing=leaves_nothing,

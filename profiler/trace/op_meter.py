@@ -81,6 +81,7 @@ class Meter(UncompiledMode):
         bounded: Sequence[Execution] = (),
         changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
         told_apart: frozenset[int] = _NONE,
+        rerun: Container[str] = (),
     ) -> None:
         """`memo` caches the results for ops across meters; `data` answers what depends on data.
 
@@ -88,7 +89,8 @@ class Meter(UncompiledMode):
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
         Blocks in `repeated` run several times: they are no units and have no boundary, nor has any if their executions
         have been seen `bounded`.  Recomputed ones hold copies of the buffers that they have `changed`.  Calls say which
-        parameters they read of those whose storages have the keys `told_apart`.
+        parameters they read of those whose storages have the keys `told_apart`.  Blocks that the model itself runs
+        again in its backward (`rerun`) are not recomputed.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -110,8 +112,10 @@ class Meter(UncompiledMode):
         self._recompute = recompute
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
-        self._stand_ins, self._repeated, self._bounded = stand_ins, repeated, bounded
+        self._stand_ins, self._repeated, self._bounded, self._rerun = stand_ins, repeated, bounded, rerun
         self._module, self._known_changes, self._told_apart = module, changed, told_apart
+        self.rerun: dict[str, None] = {}
+        """Paths of blocks that the model itself ran again in its backward."""
         self.changed: dict[str, tuple[BufferSite, ...]] = {}
         """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
         self.written = WrittenParameters(module, named)
@@ -143,7 +147,9 @@ class Meter(UncompiledMode):
             self._data.module = path
             if operator is not None and path in self._around and not ledger.in_backward:
                 run = functools.partial(self._run_around, operator, run)
-            if is_block and not ledger.in_backward:
+            if is_block and ledger.in_backward:
+                self.rerun[path] = None
+            elif is_block:
                 run = functools.partial(self._run_block, path, run)
             if operator is not None:
                 self._running[operator] += 1
@@ -172,7 +178,7 @@ class Meter(UncompiledMode):
         with torch._C.DisableTorchFunction():
             execution = self.ledger.enter_block(path, handed_tensors(args, kwargs))
             execution.lone = lone_input(args, kwargs, self.ledger.live)
-        run = functools.partial(_WAYS.get(self._recompute, Meter._checkpointed), self, inner, execution)
+        run = functools.partial(_WAYS.get(self._recomputed(path), Meter._checkpointed), self, inner, execution)
         if path in self._repeated:
             return run(*args, **kwargs)
         assert self.ledger.block is not None
@@ -188,6 +194,10 @@ class Meter(UncompiledMode):
         with torch._C.DisableTorchFunction():
             execution.made = self.ledger.storages_of(execution.handover.returned(out, self._is_made))
         return out
+
+    def _recomputed(self, path: str) -> Recompute:
+        """Return what of a block runs again, beside what the model runs again itself."""
+        return Recompute.NOTHING if path in self._rerun else self._recompute
 
     def _run_around(self, operator: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of an operator that is around others, from a call of it to a call of it.
@@ -216,7 +226,7 @@ class Meter(UncompiledMode):
         if len(execution.inputs) != len(like.inputs):
             raise UnlikeError
         ledger.use([own for own, other in zip(execution.inputs, like.inputs, strict=True) if id(other) in like.used])
-        if self._recompute:
+        if self._recomputed(execution.path):
             holds = replayed.saves and self._recompute is not Recompute.OFFLOADED
             held, made = execution.inputs if holds else (), list[int]()
         else:
@@ -393,20 +403,15 @@ class Meter(UncompiledMode):
         fresh = self.ledger.produce(outputs)
         if op.adds and self.ledger.in_backward and not self.ledger.is_running_again:
             self.ledger.add_gradients(tensors, outputs[0])
-        if (
-            fresh
-            and op.product
-            and not self._recompute
-            and self.ledger.block is not None
-            and is_kept(func, args, kwargs)
-        ):
+        is_product = fresh and op.product and not self._recompute and self.ledger.block is not None
+        if is_product and is_kept(func, args, kwargs):
             self.ledger.keep(outputs, kept=False)
         if known is None:
             if layouts is None and self._synthesize and fresh and not op.in_place:
                 layouts = output_layouts(out)
             known = self._memo[key] = Known(cost(op, tensors, outputs, args, kwargs, out), layouts)
         if fresh or op.writes:
-            self._spend(known.cost)
+            self.ledger.tally.spend(known.cost)
         return out
 
     def _answered(
@@ -423,15 +428,8 @@ class Meter(UncompiledMode):
         if out is not NotImplemented:
             outputs = [tensor for tensor in output_tensors(out) if not has_data(tensor)]
             self.ledger.produce(outputs)
-            self._spend(cost(op, tensors, outputs, args, kwargs, out))
+            self.ledger.tally.spend(cost(op, tensors, outputs, args, kwargs, out))
         return out
-
-    def _spend(self, spent: Cost) -> None:
-        tally = self.ledger.tally
-        tally.flops += spent.flops
-        tally.matmul_bytes += spent.matmul_bytes
-        tally.other_bytes += spent.other_bytes
-        tally.launches += spent.matmul_bytes + spent.other_bytes > 0
 
     # --- calls ------------------------------------------------------------------------------------
 

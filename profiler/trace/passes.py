@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -52,6 +52,8 @@ class Runs:
     """Why no block could be recomputed so."""
     without_gradient: set[str]
     """Operators that run and have trained parameters, none of which gets a gradient."""
+    rerun: Collection[str]
+    """Paths of the blocks that the model itself runs again in its backward, and that no pass recomputes."""
     let_go: Sequence[bool]
     """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
 
@@ -78,7 +80,8 @@ def run_sizes(
             passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-    recomputed, failures = _run_recomputed(runner, passes) if runner.blocks and trains(module) else ({}, {})
+    can_recompute = trains(module) and any(block not in runner.rerun for block in runner.blocks)
+    recomputed, failures = _run_recomputed(runner, passes) if can_recompute else ({}, {})
     apart = dict[Recompute, dict[int, Pass]]()
     if any(execution.handover.makes_a_difference for execution in passes[first].executions):
         with suppress(ModelError):  # all or none, as they are compared
@@ -91,7 +94,19 @@ def run_sizes(
     skipped |= runner.may_skip
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
     unreached = runner.without_gradient
-    return Runs(runner.groups, passes, everything, selective, apart, runner.finer, skipped, failures, unreached, let_go)
+    return Runs(
+        runner.groups,
+        passes,
+        everything,
+        selective,
+        apart,
+        runner.finer,
+        skipped,
+        failures,
+        unreached,
+        runner.rerun,
+        let_go,
+    )
 
 
 _OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)
@@ -185,6 +200,8 @@ class _Runner:
         """Blocks that run several times."""
         self._changed: Mapping[str, Sequence[BufferSite]] = {}
         """By block: its buffers that its forward changes."""
+        self.rerun: Collection[str] = ()
+        """Paths of the blocks that the model itself runs again in its backward."""
         self._told_apart = frozenset[int]()
         """Keys of storages of parameters of which passes record which calls read them."""
         self._left: Sequence[LiveStorage] = ()
@@ -217,7 +234,7 @@ class _Runner:
         if apart_keys := told_apart(self._module, self.groups, found.calls):
             self._told_apart = apart_keys
             found = self._run(size)
-        self._changed = found.changed
+        self._changed, self.rerun = found.changed, found.rerun
         self.without_gradient = self._without_gradient(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
@@ -342,11 +359,15 @@ class _Runner:
             left=self._left,
             computed=self._computed,
             told_apart=self._told_apart,
+            rerun=self.rerun,
             reads=reads_as_on_ranks(module, self.groups, self.blocks, self._dtypes, device.data, self._readers),
         )
         device.data.begin_forward(self._draws.at)
         with python_draws(self._draws) as drawn:
             found = run_pass(self._source, module, inputs, device, options)
+        for call in found.calls if self.rerun else ():
+            if call.block is not None and found.executions[call.block].path in self.rerun:
+                call.recomputed = call.saved
         self.decides_by_draws = bool(drawn.count) or device.data.decides_by_draws
         self._left = found.kept
         return found

@@ -151,7 +151,7 @@ def _traced(
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
             held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
-    passes = run.passes, run.recomputed, run.selective, run.apart, run.let_go
+    passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(next(iter(run.passes.values())).written)
@@ -166,6 +166,12 @@ def _traced(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
+    if run.rerun:
+        count = len({block.name for block in graph.blocks})
+        what = (
+            f"the model itself runs {len(run.rerun)} of {count} blocks again in its backward, which no plan recomputes"
+        )
+        notes.append(f"{what}: {_listed(run.rerun)}")
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
