@@ -12,7 +12,7 @@ from thoroughness import THOROUGH
 from torch import Tensor, nn
 from toys import EVERY_RANK, STRATEGIES, graph_of, plan_of, run_everywhere, seeded, train_on
 
-DRAWS = range(100 if THOROUGH else 5)
+DRAWS = range(100 if THOROUGH else 3)
 CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-5}, "bf16": {"rtol": 2e-2, "atol": 2e-3}}
 
 

@@ -269,7 +269,7 @@ def kept_bytes(model: ModelSource, batch: int, dtype: torch.dtype) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize(("precision", "name"), some([*product(("fp32", "bf16"), MODELS)], 2))
+@pytest.mark.parametrize(("precision", "name"), some([*product(("fp32", "bf16"), MODELS)], 3))
 def test_every_kind_of_call_is_measured_and_keeps_what_autograd_keeps(name: str, precision: str) -> None:
     """Of each model in one precision; with --thorough in both."""
     model = MODELS[name]

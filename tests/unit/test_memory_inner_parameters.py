@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_graph import ModelGraph
@@ -59,8 +61,7 @@ class Prompted(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("precision", "part"), some([*product(("fp32", "bf16"), PARTS)], 2))
 def test_memory_is_predicted(part: str, precision: str) -> None:
     """The trace once had such modules hand on their parameters themselves, and a rank a copy as large as the view."""
     inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731

@@ -113,7 +113,7 @@ WIDE_LAYERS = ("up", "down", "squeeze", "right.0")
 
 
 @pytest.mark.parametrize(
-    ("block", "how", "micro_batch"), some([*product([Scaled, Fire, Nested], ["whole", "selective"], [2, 64])], 4)
+    ("block", "how", "micro_batch"), some([*product([Scaled, Fire, Nested], ["whole", "selective"], [2, 64])], 5)
 )
 def test_units_that_are_unlike(block: type[nn.Module], how: str, micro_batch: int) -> None:
     """Wide layers, or the first, have one strategy, the rest another.  What is taken up selectively is bounded."""

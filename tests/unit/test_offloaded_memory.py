@@ -156,7 +156,7 @@ class Drawn:
         return sum(held.predicted.values()), sum(held.tracked.values()), input_bytes
 
 
-@pytest.mark.parametrize("number", range(100 if THOROUGH else 6))
+@pytest.mark.parametrize("number", range(100 if THOROUGH else 3))
 def test_drawn_models_hold_what_is_predicted(number: int) -> None:
     """From above by at most the input for which there is room, in vain where that of the block below stays."""
     drawn = Drawn(number)

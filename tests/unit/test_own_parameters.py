@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "use", "has_own", "strategy", "recomputes"), some(CASES, 7))
+@pytest.mark.parametrize(("place", "use", "has_own", "strategy", "recomputes"), some(CASES, 13))
 def test_a_module_holds_its_own_parameters_from_its_begin_to_its_end(
     place: str, use: str, has_own: bool, strategy: str, recomputes: bool
 ) -> None:

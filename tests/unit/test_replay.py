@@ -86,7 +86,7 @@ def test_what_differs_is_not_taken_for_alike(case: str, traced: Traced) -> None:
     assert isinstance(quick, str) == (case in REFUSED)
 
 
-@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize("case", some([*ALIKE], 2))
 def test_what_is_alike_is_replayed_in_every_pass(case: str, traced: Traced) -> None:
     """Where it is confirmed, at three other micro-batches, and recomputed at two."""
     words = case == "dropout"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from thoroughness import THOROUGH
+from thoroughness import some
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from trace_models import MEMORY_CASES, MLP, call_of, language_model, source
@@ -299,12 +299,9 @@ CASES = {**MEMORY_CASES, "wide mlp": source(lambda: MLP(256, 1024, 512, 256), (1
 """The wide one of fewer rows: at a micro-batch of 12 they are still most of what it holds."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if THOROUGH or case != "encoder-decoder"])
+@pytest.mark.parametrize("case", some([*CASES], 2, 1))
 def test_peaks_agree_with_torchs_memory_tracker(case: str) -> None:
-    """Never below, and within 1 % and a rounding; at a micro-batch of 1 torch may do with less than the line says.
-
-    Unless thorough, of the encoder-decoder only with dropout, which does all that it does without.
-    """
+    """Never below, and within 1 % and a rounding; at a micro-batch of 1 torch may do with less than the line says."""
     graph = trace_model(CASES[case])
     for batch, tolerance in ((1, 0.1), (12, 0.01)):
         for traced, tracked in zip(predicted_peaks(graph, batch), tracked_peaks(CASES[case], batch), strict=True):
