@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from osdp.autocast_room import check_room
 from osdp.description import Described, factory_of
 from osdp.models.user_factory import Model
 from osdp.planning.rank_grid import DeviceInfo
@@ -86,6 +88,7 @@ class OSDP(WrappedOnce):
             self.plan, self.schedule = prepare(built, description, device_info, example_inputs, find_unused_parameters)
         self.sharded: ShardedModel = shard(built, self.schedule, compile_backend, find_unused_parameters)
         self.schedule = self.sharded.schedule
+        self.sharded.autocast.check = functools.partial(_check_autocast, weakref.ref(self))
         self._accumulation = Accumulation(self.sharded, self.plan.accumulation)
         self.module: nn.Module = self.sharded.module
         self.register_load_state_dict_post_hook(self._forget_missing)  # type: ignore[no-untyped-call]
@@ -323,6 +326,11 @@ class OSDP(WrappedOnce):
             return self._accumulation.infer(method, *args, **kwargs)
 
         return run
+
+
+def _check_autocast(model: weakref.ref[OSDP], dtype: torch.dtype) -> None:
+    if (found := model()) is not None:
+        check_room(found.plan, found.sharded, dtype)
 
 
 OptimalShardedDataParallel = OSDP

@@ -102,6 +102,7 @@ def apply_schedule(
         cast_inputs(model.get_submodule(split.module), schedule.precision)
     if not schedule.by_ddp:
         follow_changed_inputs(dict.fromkeys(units))
+    sharded.autocast.follow(dict.fromkeys(units), device.type)
     containers.surround()
     kept = set(map(id, model.parameters()))
     replace_references(model, names)

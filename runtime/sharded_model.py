@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.errors import OsdpError
+from runtime.autocast_weights import AutocastWeights
 from runtime.local_shards import LocalShard, Origin, local_shard
 from runtime.module_outputs import watch_outputs
 from runtime.registered_parameters import RegisteredParameters
@@ -117,6 +118,8 @@ class ShardedModel:
     """Those that the model had before it was sharded and has no more."""
     registered: RegisteredParameters | None = None
     """What the modules had when all were wrapped."""
+    autocast: AutocastWeights = field(default_factory=AutocastWeights)
+    """What its units do about `torch.autocast`."""
 
     @property
     def finishes_in_optimizer_step(self) -> bool:

@@ -16,6 +16,7 @@ from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
+from profiler.trace.asked_autocast import asked_autocast
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
@@ -52,6 +53,8 @@ class Runs:
     """Why no block could be recomputed so."""
     without_gradient: set[str]
     """Operators that run and have trained parameters, none of which gets a gradient."""
+    autocast: Collection[str]
+    """Kinds of devices for which the model asks for `torch.autocast`."""
     rerun: Collection[str]
     """Paths of the blocks that the model itself runs again in its backward, and that no pass recomputes."""
     let_go: Sequence[bool]
@@ -72,7 +75,8 @@ def run_sizes(
     `computed`.  Modules that turn out to be operators, as they read parameters inside, are given to `wrap`."""
     first, *others = sizes
     runner = _Runner(module, source, groups, dtypes, device, computed, wrap)
-    passes = {first: runner.run_first(first, can_be_finer=bool(others))}
+    with asked_autocast() as autocast:
+        passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
         sums = [one.sums for one in passes.values()]
@@ -104,6 +108,7 @@ def run_sizes(
         skipped,
         failures,
         unreached,
+        autocast,
         runner.rerun,
         let_go,
     )

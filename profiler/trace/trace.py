@@ -172,6 +172,12 @@ def _traced(
             f"the model itself runs {len(run.rerun)} of {count} blocks again in its backward, which no plan recomputes"
         )
         notes.append(f"{what}: {_listed(run.rerun)}")
+    if settings.device_type in run.autocast:
+        copies_bytes = sum(2 * one.numel for operator in graph.operators for one in operator.parameters)
+        notes.append(
+            "the model asks for torch.autocast, which is not traced, and which keeps copies of weights from forward to "
+            f"backward: leave a headroom of up to {format_bytes(copies_bytes)}, or plan in bf16 without it"
+        )
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")

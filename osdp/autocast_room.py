@@ -1,0 +1,28 @@
+"""Whether a plan leaves room for what `torch.autocast` keeps, which no plan counts."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.plan import Plan
+from profiler.byte_sizes import format_bytes
+from profiler.errors import OsdpError
+from runtime.autocast_weights import bytes_of_copies
+from runtime.sharded_model import ShardedModel
+
+
+def check_room(plan: Plan, sharded: ShardedModel, dtype: torch.dtype) -> None:
+    """Raise OsdpError if copies of the weights in a dtype do not fit beside what is predicted."""
+    copies_bytes = bytes_of_copies(sharded.module, sharded.schedule, dtype)
+    left_bytes = plan.limit_bytes - plan.predicted.peak_memory_bytes
+    if copies_bytes <= left_bytes:
+        return
+    size = format_bytes(copies_bytes)
+    raise OsdpError(
+        "torch.autocast keeps copies of the weights from forward to backward, which no plan counts",
+        got=f"up to {size} in {str(dtype).removeprefix('torch.')}; the plan leaves {format_bytes(left_bytes)} of "
+        f"{format_bytes(plan.limit_bytes)}",
+        expected="room for the copies, or no torch.autocast",
+        advice='in place of torch.autocast plan with {"precision": "bf16"}, which casts weights as it gathers them; or '
+        f"leave room: osdp plan --headroom {-(-copies_bytes >> 20)}MiB",
+    )
