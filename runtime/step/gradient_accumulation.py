@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
 from runtime.autograd_compat import in_backward, is_differentiated
@@ -98,7 +97,7 @@ class Accumulation:
         cleared = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for parameter in self.sharded.resting.values() if parameter.requires_grad]
         others = sum(id(parameter) not in cleared for parameter in trained)
-        if self._waits_apart and (others or any(unit.accumulates_apart for unit in self.sharded.units)):
+        if self._waits_apart and (others or self._accumulates_apart):
             what = "optimizer.zero_grad() cannot clear gradients that wait to be reduced"
             got = f"{others} of {len(trained)} parameters of another optimizer" if others else "gradients of all ranks"
             advice = "call model.zero_grad() on all ranks: it discards the step"
@@ -107,9 +106,14 @@ class Accumulation:
             self.discard(set_to_none)
 
     @property
+    def _accumulates_apart(self) -> bool:
+        """Whether gradients are outside of `.grad` until ranks meet, in the optimizer's step."""
+        return any(unit.accumulates_apart for unit in self.sharded.units)
+
+    @property
     def _waits_apart(self) -> bool:
         """Whether there are gradients of the step outside of `.grad`."""
-        pushed = self.pushed and any(unit.accumulates_apart for unit in self.sharded.units)
+        pushed = self.pushed and self._accumulates_apart
         return bool(pushed or (self.done and self.once_per_step and not self.sharded.schedule.by_ddp))
 
     def finish_gradients(self) -> None:
@@ -201,6 +205,8 @@ class Accumulation:
         self._in_backward = self._counts_unseen = False
         for unit in self.sharded.units:
             unit.end_backward()
+        if not self.done and not self._accumulates_apart:  # else ranks may run different numbers of micro-batches
+            self._finish()
 
     def before_step(self, has_closure: bool) -> None:
         """Reshard parameters, whose values the optimizer's step changes, and complete the gradients.
@@ -212,23 +218,12 @@ class Accumulation:
             advice = "step after loss.backward(), or plan with another pin than *=replicate, such as *=shard"
             raise OsdpError(what, expected="a step after the backward", advice=advice)
         self._complete_reduction()
-        if has_closure and self.sharded.finishes_in_optimizer_step:
-            self._refuse_closure()
+        if has_closure and self._accumulates_apart:
+            what = "an optimizer's step cannot run a closure under odc, whose ranks synchronize before the step"
+            raise OsdpError(what, advice="run forward and backward before step(), or plan without odc")
         self.sharded.reshard()
         self.sharded.check_registered()
         self.finish_gradients()
-
-    def _refuse_closure(self) -> None:
-        """Raise OsdpError for the forwards and backwards that a closure would run amid a step."""
-        what, before = "an optimizer's step cannot run a closure", "run forward and backward before step()"
-        if any(unit.accumulates_apart for unit in self.sharded.units):
-            what += " under odc, whose ranks synchronize before the step"
-            raise OsdpError(what, advice=f"{before}, or plan without odc")
-        resting = self.sharded.resting.items()
-        whole = [name for name, one in resting if one.requires_grad and not isinstance(one, DTensor)]
-        what += " where every rank holds parameters whole outside of units, and averages their gradients first"
-        more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
-        raise OsdpError(what, got=f"{whole[0]}{more}", advice=f"{before}, or plan with the pin *=replicate")
 
     def _complete_reduction(self) -> None:
         """Reduce what waits for a last micro-batch that does not come. Raises OsdpError if all were in `no_sync`."""

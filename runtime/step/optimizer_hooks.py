@@ -9,7 +9,7 @@ Where one rank owns a tensor, such an optimizer gets the whole of it there, and 
 import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -96,13 +96,8 @@ def _watch() -> None:
     """Hook every optimizer's step, once and permanently: a hook cannot be removed while hooks run."""
 
     def start(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-        _take_back(optimizer)
-        owned = _check_parameters(optimizer)
+        _prepare(optimizer, has_closure)
         trained = _trained_by(optimizer)
-        for model in trained:
-            model.before_step(has_closure)
-        if owned:
-            _give_whole(optimizer, owned)
         if trained:
             enter(optimizer, [one for model in trained for one in _slices[model]])
 
@@ -116,7 +111,10 @@ def _watch() -> None:
                     model.before_step(has_closure)
         if not has_closure:
             return None
-        return _closures_outside(args), {name: outside(one) if callable(one) else one for name, one in kwargs.items()}
+        ends, begins = partial(_take_back, optimizer), partial(_prepare, optimizer, False)
+        closed = {id(one): outside(one, ends, begins) for one in (*args[1:], *kwargs.values()) if callable(one)}
+        given = [closed.get(id(one), one) for one in args[1:]]
+        return (args[0], *given), {name: closed.get(id(one), one) for name, one in kwargs.items()}
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if is_within_itself(optimizer):
@@ -140,9 +138,14 @@ def _watch() -> None:
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]  # it has no hooks
 
 
-def _closures_outside(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of a step, of which the first is the optimizer, with closures that run outside of `AsWhole`."""
-    return (args[0], *(outside(one) if callable(one) else one for one in args[1:]))
+def _prepare(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+    """Complete the gradients that an optimizer steps with, and let it have what it needs whole."""
+    _take_back(optimizer)
+    owned = _check_parameters(optimizer)
+    for model in _trained_by(optimizer):
+        model.before_step(has_closure)
+    if owned:
+        _give_whole(optimizer, owned)
 
 
 _given: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[list[nn.Parameter]], dict[Any, nn.Parameter]]]

@@ -62,17 +62,20 @@ def is_within_itself(optimizer: torch.optim.Optimizer) -> bool:
     return _steps.count(id(optimizer)) > 1
 
 
-def outside(closure: Step) -> Step:
-    """Return a closure that runs outside of it."""
+def outside(closure: Step, before: Callable[[], None], after: Callable[[], None]) -> Step:
+    """Return a closure that runs outside of it, between two other functions: as a loop runs, between two steps."""
 
     @wraps(closure)
     def run(*args: Any, **kwargs: Any) -> Any:
         with out_of_it():
+            before()
             try:
-                return closure(*args, **kwargs)
+                found = closure(*args, **kwargs)
             except Exception as error:
                 _of_closures[:] = [error]
                 raise
+            after()
+        return found
 
     return run
 

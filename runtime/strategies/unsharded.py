@@ -3,10 +3,12 @@
 Those that no unit can hold, whatever the plan says (without dimensions, or of another dtype than the others of their
 module), and replicated units of which nothing is trained: these are neither copied nor gathered.
 
-Gradients are averaged over ranks all at once, in the optimizer's step or before they are clipped.  Averaging twice
+Gradients are averaged over ranks all at once, at the end of the backward of a step's last micro-batch, after which
+loops read them, and where they have changed since, in the optimizer's step or before they are clipped.  Averaging twice
 changes nothing.  What was frozen may be trained later.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +35,8 @@ class UnshardedParameters(WrappedUnit):
         self.parameters = self.computing = parameters
         self.is_reduced_by_ddp = context.schedule.by_ddp
         context.ignored.update(parameters)
+        self._averaged: list[tuple[weakref.ref[Tensor], int]] = []
+        """The gradients that were averaged last, and their versions."""
 
     @property
     def reduced(self) -> list[nn.Parameter]:
@@ -51,10 +55,17 @@ class UnshardedParameters(WrappedUnit):
         parameters = self.reduced
         if not parameters:
             return 1.0
-        own = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        known = [(gradient(), version) for gradient, version in self._averaged]
+        is_new = len(known) != len(gradients) or any(
+            one is not other or one._version != version for one, (other, version) in zip(gradients, known, strict=True)
+        )
+        own = torch.tensor([is_new, *(one.grad is not None for one in parameters)], dtype=torch.int32)
         has_gradient = on_device(own, self.device)
         dist.all_reduce(has_gradient)
-        counts = [1] * len(parameters) if is_fake(has_gradient) else has_gradient.tolist()
+        any_new, *counts = [1] * len(own) if is_fake(has_gradient) else has_gradient.tolist()
+        if not any_new:
+            return 1.0
         alike: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter, count in zip(parameters, counts, strict=True):
             if count:
@@ -64,6 +75,8 @@ class UnshardedParameters(WrappedUnit):
             dist.all_reduce(torch.view_as_real(total) if dtype.is_complex else total)
             for one, part in zip(members, torch.split(total, [one.numel() for one in members]), strict=True):
                 one.grad = (part / self.replicas).to(one.dtype).view(one.shape)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        self._averaged = [(weakref.ref(one), one._version) for one in gradients]
         return 1.0
 
 

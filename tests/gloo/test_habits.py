@@ -55,9 +55,9 @@ def mean_of(ranks: Sequence[int], loss: Callable[[Tensor], Tensor], number: int)
 
 
 def finish(model: Any) -> None:
-    """Complete gradients before they are read, as is needed under odc, in a step that is shorter than planned, and of
-    parameters that every rank holds whole."""
-    if hasattr(model, "plan"):
+    """Complete gradients before they are read, as is needed under odc, and in a step that is shorter than planned."""
+    plan = getattr(model, "plan", None)
+    if plan is not None and (plan.accumulation > 1 or any("odc" in one for one in plan.choices.values())):
         model.finish_gradients()
 
 
