@@ -2,18 +2,25 @@
 
 handle                operations that DTensors compute otherwise than by their rules
 let_numbers_change    what fails after an operation in place on a plain number
+name_refusals         what torch has no rule for
+compute_if_laid_out   operations of which torch lays out arguments anew
 placed_like           `DTensor.from_local` computes a layout anew
 layouts_of            a DTensor's specification has a hash that it keeps
 held_alike            both at once, of arguments
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from profiler.errors import OsdpError
+from profiler.errors import OsdpError, first_line
+
+
+class ShardedOperationError(OsdpError, RuntimeError):
+    """Says which operation on a sharded tensor torch has refused: a RuntimeError too, as torch's own is."""
 
 
 def handle(handlers: Mapping[Any, Any]) -> None:
@@ -36,6 +43,49 @@ def let_numbers_change() -> None:
         return by_torch(op, args, kwargs, *others)
 
     dispatcher._dispatch_fast_path_python_tail = finish
+
+
+def name_refusals() -> None:
+    """Let operations for which torch has no rule, or that its rule refuses, say what to do instead.
+
+    On all ranks, before anything is sent.
+    """
+    dispatcher = cast(Any, DTensor)._op_dispatcher
+    by_torch = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    @wraps(by_torch)
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return by_torch(*args, **kwargs)
+        except RuntimeError as error:
+            raise ShardedOperationError(
+                "an operation does not take sharded parameters, gradients or states as they are",
+                got=first_line(error),
+                expected="whole tensors, or parts of a rank",
+                advice="give it tensor.full_tensor(), a collective call on all ranks, or tensor.to_local(), what this "
+                "rank has; then copy what is whole back, as parameter.data.copy_(whole)",
+            ) from error
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def compute_if_laid_out(compute: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Any]) -> None:
+    """Let `compute(op, args, kwargs, layout)` return what operations hold on this rank, or NotImplemented.
+
+    Of those only for which torch would lay out arguments anew; `layout`: the specifications of what is returned.
+    """
+    dispatcher = cast(Any, DTensor)._op_dispatcher
+    by_torch = dispatcher._dispatch_get_local_results_slow_path
+
+    @wraps(by_torch)
+    def results(op: Any, args: tuple[Any, ...], info: Any) -> Any:
+        if info.output_sharding.needs_redistribute:
+            found = compute(op, args, info.local_kwargs, info.output_sharding.output_spec)
+            if found is not NotImplemented:
+                return found
+        return by_torch(op, args, info)
+
+    dispatcher._dispatch_get_local_results_slow_path = results
 
 
 def placed_like(local: Tensor, like: DTensor) -> DTensor:

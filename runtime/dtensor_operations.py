@@ -172,6 +172,14 @@ def way_of(func: Any) -> Op:
     return _elementwise if is_of_elements and len(func._schema.returns) == 1 else _whole
 
 
+def computed_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation outside of steps returns that writes to nothing; NotImplemented if it is of ranks."""
+    way = _ways.get(func) or _way_of(func)
+    if way is _elementwise:
+        return _elementwise(func, args, kwargs)
+    return _gathering(func, (), args, kwargs) if way in (_view, _whole) else NotImplemented
+
+
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Return which arguments an operation writes to: by place and by name."""

@@ -12,18 +12,21 @@ those that one process draws.  Norms and other numbers are in `dtensor_numbers`,
 """
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partialmethod, wraps
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from profiler.errors import OsdpError
-from runtime.dtensor_internals import handle, let_numbers_change
-from runtime.dtensor_numbers import numbers
-from runtime.dtensor_rows import gathered, is_whole, may_be_uneven, own_rows, replicated, spread, write_whole
+from runtime.dtensor_internals import compute_if_laid_out, handle, let_numbers_change, name_refusals
+from runtime.dtensor_layouts import compute_uneven
+from runtime.dtensor_numbers import added_up, numbers
+from runtime.dtensor_rows import gathered, is_whole, may_be_uneven, own_rows, replicated, spread, whole_of, write_whole
 from runtime.dtensor_writes import follow_writes
 from runtime.torch_compat import held_tensor, placed
 
@@ -36,6 +39,7 @@ def follow_values(device_type: str) -> None:
     _follow_values()
     if device_type == "cpu":  # on accelerators torch draws for the whole
         handle({aten.randn_like.default: _draw, aten.rand_like.default: _draw})
+        handle({**dict.fromkeys(DRAWN_OF, _draw_of), **dict.fromkeys(DRAWN_INTO, _draw_into)})
 
 
 @cache
@@ -43,9 +47,12 @@ def _follow_values() -> None:
     follow_writes()
     collectives = (one.default for one in (c10d.allreduce_, c10d.broadcast_, c10d.reduce_, c10d.allgather_))
     handle({**numbers(), **dict.fromkeys(collectives, _refuse_collective)})
+    handle({aten.eye.m_out: _fill, aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale})
     if not hasattr(FSDPModule, "reset_iter_state"):  # before 2.13 there is no rule; autograd has done it
         handle({aten.detach_.default: lambda op, args, kwargs: args[0]})
     let_numbers_change()
+    name_refusals()
+    compute_if_laid_out(compute_uneven)
     by_torch = torch.Tensor.data
 
     def read(tensor: Tensor) -> Tensor:
@@ -55,6 +62,9 @@ def _follow_values() -> None:
         return found
 
     DTensor.data = property(read, _write)  # type: ignore[assignment]
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, partialmethod(_refuse_reading, name))
+    DTensor.__format__ = _format  # type: ignore[method-assign,assignment]
     DTensor.redistribute = _redistributing(DTensor.redistribute)  # type: ignore[method-assign]
     DTensor.full_tensor = _full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
 
@@ -67,6 +77,42 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         expected="plain tensors: each rank has other rows of these",
         advice="leave it out, as gradients are means over ranks already, or give it .to_local() or .full_tensor()",
     )
+
+
+def _refuse_reading(tensor: DTensor, name: str, *_: Any, **kwargs: Any) -> None:
+    """Raise OsdpError for what would read one rank's memory, as loops do on rank 0 that log histograms."""
+    raise OsdpError(
+        "a sharded parameter, gradient or state has no memory that holds the whole of it",
+        got=f".{name}() of one of {tuple(tensor.shape)}",
+        expected="plain tensors",
+        advice=f"call tensor.full_tensor().{name}(), on all ranks, as that is a collective call",
+    )
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    """Return a number as Python formats it, as of plain tensors."""
+    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
+
+
+@torch.no_grad()
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Write what an operation makes of no tensor; torch lets each rank hold the whole of it in place of its rows."""
+    out: DTensor = kwargs.pop("out")
+    whole = torch.empty(out.shape, dtype=out.dtype, device=held_tensor(out).device)
+    write_whole(out, op(*args, **kwargs, out=whole))
+    return out
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients, and say whether any rank has one that is not finite: torch asks those of one mesh, or layout.
+
+    A rank alone that skips its step, as `torch.amp.GradScaler` does then, would have other parameters.
+    """
+    gradients, found, scale = args
+    op([held_tensor(one) for one in gradients], found, scale, **kwargs)
+    for mesh in dict.fromkeys(one.device_mesh for one in gradients if isinstance(one, DTensor)):
+        for dim in range(mesh.ndim):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
 
 
 def _is_recorded(tensor: Tensor) -> bool:
@@ -123,6 +169,31 @@ def _write(tensor: DTensor, values: Tensor) -> None:
         )
     tensor._local_tensor = new.detach().contiguous()  # FSDP2 gathers it as a row
     cast(Any, tensor)._holds_another = True  # for `take_held`
+
+
+DRAWN_OF = (aten.bernoulli.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.native_dropout.default)
+"""What draws random numbers of a tensor."""
+DRAWN_INTO = (aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default, aten.exponential_.default)
+"""What draws them into one, as functions such as dropout do; methods are in `dtensor_writes`."""
+
+
+def _draw_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw random numbers of a tensor as one process does, and keep this rank's rows."""
+    like = added_up(args[0])
+    found = op(whole_of(like), *args[1:], **kwargs)
+
+    def rows(whole: Tensor) -> DTensor:
+        own = own_rows(like, whole).reshape(held_tensor(like).shape).contiguous()
+        return placed(own, like.device_mesh, like.placements, like.shape)
+
+    return tree_map_only(Tensor, rows, found)
+
+
+def _draw_into(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Draw random numbers for the whole of a tensor, and let it have its rows of them."""
+    like: DTensor = args[0]
+    write_whole(like, op(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs))
+    return like
 
 
 def _draw(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> DTensor:

@@ -286,7 +286,7 @@ def _writing_rows(by_torch: Method) -> Method:
                 if type(one) is Part:
                     renew(one)
                 alike = one.placements == self.placements and one.device_mesh == self.device_mesh
-                if alike and one.shape == self.shape:
+                if alike and one.shape == self.shape and not _has_other_rows(self, one):
                     return held_tensor(one)
                 one = _gathered(one)
             local = held_tensor(self)
@@ -301,11 +301,21 @@ def _writing_rows(by_torch: Method) -> Method:
 
 
 def _is_whole_beside(tensor: DTensor, other: Any) -> bool:
-    """Return whether an argument is whole, other than a number, and what it is to be written to is in parts."""
+    """Return whether an argument is whole, other than a number, or in other parts than what it is to be written to."""
     if isinstance(other, DTensor):  # as in each operation of an optimizer, mostly laid out alike
-        is_other = other.placements != tensor.placements
-        return is_other and other.dim() > 0 and is_whole(other) and not is_whole(tensor)
+        if other.placements == tensor.placements:
+            return _has_other_rows(tensor, other)
+        return other.dim() > 0 and is_whole(other) and not is_whole(tensor)
     return isinstance(other, Tensor) and other.dim() > 0
+
+
+def _has_other_rows(tensor: DTensor, other: DTensor) -> bool:
+    """Return whether one of two tensors that should be laid out alike is in equal parts, and one rank owns the other.
+
+    The same on all ranks where each has a part of the one.
+    """
+    differ = held_tensor(tensor).shape != held_tensor(other).shape and tensor.shape == other.shape
+    return differ and is_uneven(tensor) != is_uneven(other)
 
 
 def _writing_whole(by_torch: Method) -> Method:

@@ -341,3 +341,47 @@ def test_gradients_that_wait_are_not_replaced() -> None:
         assert len(said) == 3
         assert all("gradients were replaced, or set to None" in text for text in said)
         assert all("1 of 2 ranks" in text and "model.zero_grad()" in text for text in said)
+
+
+def scale_losses(rank: int) -> list[float]:
+    """Train by a scaler where one rank alone has rows of a gradient that is not finite; return its scales."""
+    from osdp import OSDP
+
+    def train(model: Any, ranks: list[int]) -> list[float]:
+        optimizer, scales = adam(model.parameters()), []
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for number in range(3):
+            batches = [batch_of(sample, each, number) for each in ranks]
+            scaler.scale(sum(model(*args).pow(2).mean() for args, _ in batches) / len(batches)).backward()
+            if number == 1:
+                model.layer.weight.grad[-1] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales
+
+    sample, alone = Scaled(), seeded(Scaled)
+    wanted = train(alone, [0, 1])
+    for choices in ({"first": "replicate"}, {"first": "owner"}, {}):
+        model = OSDP(seeded(Scaled), plan_of(sample, "shard", choices, ranks=(1, 2)))
+        assert train(model, [rank]) == wanted, choices
+        whole = model.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(whole, dict(alone.state_dict()), rtol=1e-4, atol=2e-5)
+    return wanted
+
+
+class Scaled(Toy):
+    """Two layers and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.scale = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Any) -> Any:
+        """(batch, 5, 6) -> the same shape."""
+        return self.layer(self.first(x).tanh()) * self.scale
+
+
+def test_no_rank_skips_a_step_alone() -> None:
+    assert run_ranks(scale_losses, 2) == [[16.0, 8.0, 16.0]] * 2

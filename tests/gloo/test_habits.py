@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH
@@ -171,7 +172,48 @@ def by_best(model: Any, ranks: Sequence[int]) -> list[float]:
     return []
 
 
-LOOPS: tuple[Train, ...] = (by_data, by_items, by_best, by_parts, by_method, by_hooks, by_attributes, by_teacher)
+def by_operations(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Change weights by operations that take the whole of them, and by random numbers that functions draw."""
+    seen = []
+    for number, weight in enumerate((model.encoder.weight, model.block.up.weight)):
+        torch.manual_seed(number)
+        for change in CHANGES:
+            with torch.no_grad():
+                weight.copy_(change(weight))
+                weight.add_(0.1 * torch.rand_like(weight) + 0.1)
+            seen.append(float(f"{weight.norm():.6f}"))
+        nn.init.eye_(weight)
+        each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    return seen
+
+
+CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda weight: torch.linalg.qr(weight)[0] @ torch.linalg.qr(weight)[1],
+    lambda weight: torch.linalg.svd(weight, full_matrices=False)[0].abs().sum(1, keepdim=True) * weight.sign(),
+    lambda weight: weight / torch.linalg.matrix_norm(weight, 2),
+    lambda weight: weight.cumsum(0),
+    lambda weight: weight.softmax(0),
+    lambda weight: nn.functional.normalize(weight, dim=0),
+    lambda weight: nn.functional.normalize(weight, dim=1),
+    lambda weight: torch.einsum("ij,kj,kl->il", weight, weight, weight),
+    lambda weight: weight * torch.bernoulli(torch.full_like(weight, 0.5)),
+    lambda weight: nn.functional.dropout(weight, 0.5),
+    lambda weight: weight * torch.randint_like(weight, 1, 3),
+)
+"""What each returns is as large as the weight."""
+
+
+LOOPS: tuple[Train, ...] = (
+    by_data,
+    by_items,
+    by_best,
+    by_parts,
+    by_method,
+    by_hooks,
+    by_attributes,
+    by_teacher,
+    by_operations,
+)
 
 
 def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) -> None:
@@ -257,6 +299,8 @@ def refuse(rank: int) -> dict[str, str]:
         said[f"functional_call {name}"] = refusal(lambda: torch.func.functional_call(model.encoder, own, (x,)))  # noqa: B023
         said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
         whole = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
+        said[f"not allowed {name}"] = refusal(lambda: torch.unique(whole))  # noqa: B023
+        said[f"read {name}"] = refusal(lambda: numpy.asarray(whole.detach()))  # noqa: B023
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
         step(model)
     return said
@@ -272,9 +316,11 @@ def test_what_cannot_be_followed_is_refused() -> None:
         "amid": "step after loss.backward()",
         "differentiated": "torch.func.grad, vjp, jvp and jacrev",
         "laid out": "p.data = 0.9 * p.data",
+        "not allowed": "tensor.full_tensor()",
+        "read": "tensor.full_tensor().numpy()",
     }
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
-    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 4 * (len(STRATEGIES) - 1)
+    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 6 * (len(STRATEGIES) - 1)
     for name, text in by_rank[0].items():
         assert next(part for start, part in known.items() if name.startswith(start)) in text, (name, text)
