@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from profiler.errors import OsdpError
+from runtime.dtensor_rows import laid_out_as, own_rows
 from runtime.local_shards import LocalShard, local_data
 from runtime.step.whole_steps import enter, guard_steps, is_within_itself, leave, out_of_it, outside
 
@@ -132,10 +133,30 @@ def _watch() -> None:
             model.before_zero_grad(optimizer, set_to_none)
         zero_grad_by_torch(optimizer, set_to_none)
 
+    load_by_torch = torch.optim.Optimizer.load_state_dict
+
+    @wraps(load_by_torch)
+    def load_state_dict(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+        load_by_torch(optimizer, state_dict)
+        if _trained_by(optimizer):
+            _lay_out_states(optimizer)
+
     guard_steps()
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]  # it has no hooks
+    torch.optim.Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign,assignment]
+
+
+def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let a rank keep its rows of states that are whole, as those of one process are."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor):
+            continue
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                rows = own_rows(parameter, value).reshape(local_data(parameter).shape)
+                state[name] = laid_out_as(rows.clone(), parameter)
 
 
 def _prepare(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:

@@ -187,6 +187,20 @@ def by_operations(model: Any, ranks: Sequence[int]) -> list[float]:
     return seen
 
 
+def by_file(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Go on from what one process has saved of its model and its optimizer."""
+    alone = seeded(Coder)
+    trained, optimizer = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (alone, model))
+    mean_of([0, 1], lambda x: alone(x).pow(2).mean(), 0).backward()
+    trained.step()
+    model.load_state_dict(alone.state_dict())
+    optimizer.load_state_dict(trained.state_dict())
+    mean_of(ranks, lambda x: model(x).pow(2).mean(), 1).backward()
+    optimizer.step()
+    model.zero_grad()
+    return []
+
+
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda weight: torch.linalg.qr(weight)[0] @ torch.linalg.qr(weight)[1],
     lambda weight: torch.linalg.svd(weight, full_matrices=False)[0].abs().sum(1, keepdim=True) * weight.sign(),
@@ -213,6 +227,7 @@ LOOPS: tuple[Train, ...] = (
     by_attributes,
     by_teacher,
     by_operations,
+    by_file,
 )
 
 
