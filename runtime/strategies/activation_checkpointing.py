@@ -102,7 +102,10 @@ class _Checkpointed:
             offloaded.let_go(self.name)
         is_first = mode not in self.changed
         if is_first:
-            self.changed[mode] = frozenset(site for site, old in before.items() if not _same(site, old))
+            # Written with the same values is changed too: later ones may be others; `.data` changes values alone.
+            after = self._states()
+            is_left = {site: states.get(site) == after.get(site) and _same(site, old) for site, old in before.items()}
+            self.changed[mode] = frozenset(site for site, same in is_left.items() if not same)
         for site in before.keys() - self.changed[mode]:
             del before[site]
         if not is_first:

@@ -15,7 +15,10 @@ from toys import Toy, plan_of, refusal, seeded
 
 
 class Normed(nn.Module):
-    """A block with statistics, a power iteration, a running mean that is assigned anew, and one changed in eval too."""
+    """A block with statistics, a power iteration, a running mean that is assigned anew, and one changed in eval too.
+
+    Others are written as they were: one in place, one assigned anew, and a third in the first forward only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,11 +28,17 @@ class Normed(nn.Module):
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("constant", torch.ones(6))
+        self.register_buffer("rows", torch.arange(6.0))
+        self.register_buffer("ones", torch.ones(6))
+        self.register_buffer("later", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 6) -> the same."""
         self.calls += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.rows.copy_(torch.arange(6.0))
+        self.ones = torch.ones(6)
+        self.later.add_(self.calls - 1)
         return x + self.down(torch.relu(self.up(self.norm(x - self.mean) * self.constant)))
 
 
