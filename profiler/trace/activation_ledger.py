@@ -228,6 +228,9 @@ class Ledger:
         for call in () if self.in_backward else self.calls:
             call.output -= lasting.bytes
         self.calls[0].ended = self._bytes  # when all backward is over, if that of others is over later
+        for call, after in reversed([*pairwise(self.calls)]):
+            if call.ended is None:  # it has no backward of its own: a module around others which begins with one
+                call.ended = call.module_ended = after.ended
         charges = [call.saved for call in self.calls]
         if recomputed is not None:
             charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=False)]

@@ -146,3 +146,27 @@ def test_blocks_that_are_alike_stay_so() -> None:
     peaks = [[call.backward_peak_bytes for call in calls] for calls in inside]
     assert len(peaks) == 8
     assert all(one == peaks[1] for one in peaks[1:-1])
+
+
+class Routed(nn.Module):
+    """Owns weights, which it mixes as a layer inside says that runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.weight = nn.Linear(WIDTH, 12), nn.Parameter(torch.randn(12, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, STEPS, WIDTH) -> the same."""
+        shares = self.gate(x).mean((0, 1)).softmax(0)
+        return x + x @ torch.einsum("e,eij->ij", shares, self.weight)
+
+
+@pytest.mark.parametrize("strategy", ["owner", "shard", "hierarchical"])
+def test_a_module_that_begins_with_a_layer_inside_is_reduced_with_its_input_gradient(strategy: str) -> None:
+    """What is held then was once taken for nothing, as the module itself has no backward before that layer's."""
+    inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
+    source = ModelSource("routed", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(), Routed()), inputs, 1)
+    graph, machine = trace_model(source, "fp32"), cluster(2, 2)
+    for batch in (1, 2, 4):
+        plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=batch)
+        assert -0.002 <= compare(plan, source, graph, machine).error <= 0.05, batch
