@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from profiler.nested_tensors import tensors_in, with_tensors
 from profiler.trace.find_operators import find_blocks
 
 
@@ -67,10 +67,10 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
         return None
     if isinstance(output, Tensor):
         return _alias(module, output) if _needs_alias(output) else None
-    tensors = {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
     # A tensor that is returned twice stays one.
-    aliases = {key: _alias(module, leaf) for key, leaf in tensors.items() if _needs_alias(leaf)}
-    return tree_map_only(Tensor, lambda tensor: aliases.get(id(tensor), tensor), output) if aliases else None
+    tensors = {id(tensor): tensor for tensor in tensors_in(output)}
+    aliases = {key: _alias(module, tensor) for key, tensor in tensors.items() if _needs_alias(tensor)}
+    return with_tensors(output, lambda tensor: aliases.get(id(tensor), tensor)) if aliases else None
 
 
 def _needs_alias(tensor: Tensor) -> bool:

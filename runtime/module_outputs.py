@@ -1,25 +1,15 @@
-"""The tensors that a module's forward returns, and a backward through them that is refused."""
+"""Hooks of what a module's forward returns, and a backward through it that is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, dicts, dataclasses and registered pytree nodes, in order."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):  # which pytree takes for a leaf
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+from profiler.nested_tensors import tensors_in
 
 
 def refuse_double_backward_through(module: nn.Module) -> None:

@@ -19,7 +19,8 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     has_secondary_mesh           whether `reshard_after_forward` of a unit is a number
     packed_parameters            in what order a unit's parameters are gathered, and where their padded rows lie
     gather_for_every_backward    FSDP2 hooks the outputs of one module of a unit only
-    keep_repeated_inputs         FSDP2 hooks every input by itself, so that one that is given twice is two in forward
+    hook_nested_tensors          2.11 finds no tensors in dataclasses, and all hook every input by itself, so that one
+                                 that is given twice is two in forward
     reduce_when_rerun            where an autograd function's backward runs modules twice, FSDP2 loses gradients
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathered                     no public name tells which parameters a forward has gathered
@@ -53,7 +54,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import debug as tensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
+
+from profiler.nested_tensors import tensors_in, with_tensors
 
 
 class OrdinaryMemory:
@@ -322,32 +325,32 @@ def reshard_without(first: FSDPModule, modules: Sequence[nn.Module], uncalled: C
             module.register_forward_pre_hook(lambda module, args: waiting.difference_update(uncalled))
 
 
-def keep_repeated_inputs(first: FSDPModule) -> None:
-    """Let a unit's modules see an input that they are given twice as the one that it is.
+def hook_nested_tensors(first: FSDPModule) -> None:
+    """Let FSDP2 find the tensors that a unit's modules are handed and return in dataclasses too, and each but once.
 
+    torch 2.11 looks into none: a unit's parameters would not be there in its backward.  And
     `nn.MultiheadAttention` projects queries, keys and values together if they are one tensor, and so does what a trace
     of the model has seen.
     """
+    state = cast(Any, first)._get_fsdp_state()
+    state._register_pre_backward_hook = partial(_hook_outputs, state._register_pre_backward_hook)
     for group in _param_groups(first):
-        group._register_post_backward_hook = partial(_hook_each_once, group._register_post_backward_hook)
+        group._register_post_backward_hook = partial(_hook_inputs, group._register_post_backward_hook)
 
 
-def _hook_each_once(
+def _hook_outputs(register: Callable[[Any], Any], output: Any) -> Any:
+    if isinstance(output, Tensor) or torch.compiler.is_compiling():
+        return register(output)
+    register(tensors_in(output))
+    return output
+
+
+def _hook_inputs(
     register: Callable[..., tuple[Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    leaves, spec = tree_flatten((args, kwargs))
-    places: dict[int, int] = {}
-    repeats = {}
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (earlier := places.setdefault(id(leaf), place)) != place:
-            repeats[place] = earlier
-    if not repeats:
-        return register(args, kwargs)
-    once = [None if place in repeats else leaf for place, leaf in enumerate(leaves)]
-    hooked = tree_leaves(register(*tree_unflatten(once, spec)))
-    hooked = [hooked[repeats.get(place, place)] for place in range(len(leaves))]
-    again: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(hooked, spec)
-    return again
+    tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+    hooked = dict(zip(tensors, tree_leaves(register((*tensors.values(),), {})), strict=True))
+    return with_tensors((args, kwargs), lambda tensor: hooked.get(id(tensor), tensor)) if hooked else (args, kwargs)
 
 
 def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:

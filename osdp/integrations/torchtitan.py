@@ -25,8 +25,8 @@ from osdp.description import Described, Description, read_description
 from osdp.planning.rank_grid import DeviceInfo
 from planner.plan import Plan
 from profiler.errors import OsdpError
+from profiler.nested_tensors import tensors_in
 from runtime.deferred_init.deferred_init import is_meta
-from runtime.module_outputs import tensors_in
 from runtime.state.dcp_tensor import GlobalTensor
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from profiler.byte_sizes import ALLOCATION_BYTES
 from profiler.loss_storage import with_kept_storage
 from profiler.model_graph import Recompute
+from profiler.nested_tensors import tensors_in
 from profiler.rerun_arguments import handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.activation_ledger import Ledger, needs_gradient
@@ -37,7 +38,7 @@ from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.lone_input import lone_input, note_products, saving_nothing, version_of_offloaded, without_offloaded
 from profiler.trace.op_cost import Cost, Op, cost, describe
-from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument, tensors_in
+from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument
 from profiler.trace.ops_that_import import OpRunner
 from profiler.trace.parameter_gradients import ParameterGradients
 from profiler.trace.same_dtypes import check_dtypes

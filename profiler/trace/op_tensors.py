@@ -6,16 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from profiler.nested_tensors import tensors_in
 from profiler.trace.elementwise import Layout
 from profiler.trace.handover import dense_layout
 from profiler.trace.shapes import Layouts
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors among nested values."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def handed_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from profiler.errors import OsdpError
+from profiler.nested_tensors import tensors_in
 from runtime.autograd_compat import in_backward, is_differentiated
 from runtime.local_shards import LocalShard
-from runtime.module_outputs import refuse_double_backward, tensors_in
+from runtime.module_outputs import refuse_double_backward
 from runtime.sharded_model import ShardedModel
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.torch_clipping import watch_clipping

@@ -23,9 +23,9 @@ from runtime.torch_compat import (
     free_in_every_backward,
     gather_for_every_backward,
     gathered,
+    hook_nested_tensors,
     initialise,
     keep_after_forward,
-    keep_repeated_inputs,
     packed_parameters,
     reduce_all_or_none,
     reduce_when_rerun,
@@ -129,7 +129,7 @@ def _places(first: FSDPModule) -> Iterator[Place]:
 
 def support_repeated_calls(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
     """Let a unit's modules run several times in a step, and take one input twice, as they do without FSDP2."""
-    keep_repeated_inputs(first)
+    hook_nested_tensors(first)
     reduce_when_rerun(first, modules)
     free_in_every_backward(first)
     follow_forwards(first)

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from profiler.nested_tensors import tensors_in, with_tensors
 from runtime.local_shards import LocalShard, Origin, add_gradient, local_data, whole_or_nothing
-from runtime.module_outputs import refuse_double_backward, tensors_in
+from runtime.module_outputs import refuse_double_backward
 from runtime.parameter_places import ParameterSite
 from runtime.registered_parameters import Place, refuse_others
 from runtime.schedule import ScheduledUnit
@@ -242,13 +242,12 @@ class _Marked(torch.autograd.Function):
 
 def _mark(inputs: T, then: Callable[[], None]) -> T:
     """Have a function called in backward when the tensors in these inputs have their gradients."""
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    tensors = {id(leaf): leaf for leaf in leaves}  # one that is given twice stays one
+    # One that is given twice stays one.
+    tensors = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
     if not (tensors and torch.is_grad_enabled()):
         return inputs
     marked = dict(zip(tensors, _Marked.apply(then, *tensors.values()), strict=True))  # type: ignore[no-untyped-call]
-    replaced: T = tree_map_only(Tensor, lambda tensor: marked.get(id(tensor), tensor), inputs)
-    return replaced
+    return with_tensors(inputs, lambda tensor: marked.get(id(tensor), tensor))
 
 
 def wrap(unit: ScheduledUnit, context: WrapContext) -> OwnedUnit:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +17,8 @@ from toys import graph_of
 
 from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import cast_inputs
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
 
 
 @dataclass(frozen=True)
@@ -188,3 +192,53 @@ def test_tuples_in_lists_are_given_back() -> None:
     assert all(one is other for one, other in zip(pairs, before, strict=True))
     assert pairs[0][0] is x
     assert pairs[1][0][0] is x  # type: ignore[index]
+
+
+class Handing(nn.Module):
+    """A block that is handed a tensor and a list of them, in one value, and returns the like."""
+
+    def __init__(self, of: Callable[..., Any], read: Callable[[Any], tuple[Tensor, list[Tensor]]]) -> None:
+        super().__init__()
+        self.first, self.second, self.of, self.read = nn.Linear(6, 9), nn.Linear(9, 6), of, read
+
+    def forward(self, given: Any) -> Any:
+        x, others = self.read(given)
+        return self.of(x + self.second(torch.tanh(self.first(x))), [*others, x.mean()])
+
+
+class HandingOn(nn.Module):
+    """Three such blocks."""
+
+    def __init__(self, of: Callable[..., Any], read: Callable[[Any], tuple[Tensor, list[Tensor]]]) -> None:
+        super().__init__()
+        self.blocks, self.of, self.read = nn.ModuleList(Handing(of, read) for _ in range(3)), of, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> a loss."""
+        given = self.of(x, [])
+        for block in self.blocks:
+            given = block(given)
+        x, others = self.read(given)
+        return x.pow(2).mean() + torch.stack(others).sum()
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What they hand on."""
+
+    x: Tensor
+    others: list[Tensor]
+
+
+def test_what_is_handed_on_in_dataclasses_costs_what_it_does_in_tuples() -> None:
+    """Blocks were once taken to get nothing that needs a gradient: sharded until the whole backward is over."""
+    ways: tuple[tuple[Callable[..., Any], Callable[[Any], Any]], ...] = (
+        (lambda *given: given, lambda given: given),
+        (Handed, lambda given: (given.x, given.others)),
+    )
+    inputs = lambda _, batch: ((torch.randn(batch, 6),), {})  # noqa: E731
+    in_tuples, in_dataclasses = (
+        trace_model(ModelSource("handing", partial(HandingOn, *way), inputs, 1), "fp32") for way in ways
+    )
+    assert in_dataclasses.calls == in_tuples.calls
+    assert in_dataclasses.blocks == in_tuples.blocks

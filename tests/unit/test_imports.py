@@ -40,6 +40,7 @@ SHARED = frozenset(
         "handed_containers",
         "loss_storage",
         "mixed_precision",
+        "nested_tensors",
         "offloaded_input",
         "opaque_parameters",
         "plain_attributes",

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from osdp.odc.options import Options, forget
 from profiler.errors import OsdpError
+from profiler.nested_tensors import tensors_in
 from runtime.local_shards import LocalShard
 from runtime.meshes import Meshes
-from runtime.module_outputs import tensors_in
 from runtime.odc.choose_transport import why_none_anywhere
 from runtime.odc.step_protocol import Exchange, Sharing, Unit
 from runtime.step.optimizer_hooks import unwatch_optimizers, watch_optimizers
