@@ -417,6 +417,13 @@ class ModelGraph:
     uncalled: tuple[str, ...] = ()
     """Paths of modules that share parameters with modules that run, and never run themselves."""
 
+    left_bytes: Affine = Affine()
+    """What outlives a step in the model otherwise than in buffers, as states for the next one, attention maps to look
+    at, or in reference cycles.  What calls take leaves it out: where that of the step before is gone, they take less.
+    """
+    cycle_bytes: Affine = Affine()
+    """The part of those which only reference cycles hold, so that those of several micro-batches add up."""
+
     @property
     def held_whole(self) -> tuple[Parameter, ...]:
         """What every rank holds whole, whatever the plan."""

@@ -9,8 +9,8 @@ With stages j in execution order, at a moment of stage i that holds `local` byte
 
 `held` is what the model's own forward holds of `saved`: its moments have that.  M > 1 means gradient accumulation,
 where the sharded gradients of earlier micro-batches stay.
-The reserve of the device (context, communicators, workspaces), and parameters that no unit holds, are added to every
-moment.
+The reserve of the device (context, communicators, workspaces), parameters that no unit holds, and activations that
+outlive a step are added to every moment.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def _optimizer_moment(runs: Runs, load: Workload) -> MemoryPeak:
         "optimizer": float(sum(times * option.optimizer for option, times in runs)),
         "gradients": gradients,
         **({"communication_buffers": windows} if windows else {}),
+        **({"activations": load.left_bytes} if load.left_bytes else {}),
         "optimizer_temporaries": max(
             float(sum(times * option.updates for option, times in runs)), _stepped_apart(runs)
         ),
@@ -177,7 +178,8 @@ class Holding(NamedTuple):
 
     category: str
     place: int | None
-    """Of the run that holds it; None: the parameters outside all stages, and what the optimizer makes."""
+    """Of the run that holds it; None: the parameters outside all stages, what outlives a step, and what the optimizer
+    makes."""
     is_passing: bool
     """Whether it is what the moment itself takes, beside what stays for longer."""
     size_bytes: float
@@ -217,6 +219,7 @@ def optimizer_holdings(runs: Runs, load: Workload) -> Iterator[Holding]:
 def _resting(runs: Runs, load: Workload) -> Iterator[Holding]:
     """Yield what is held throughout a step."""
     yield Holding("parameters", None, False, load.outside_bytes)
+    yield Holding("activations", None, False, load.left_bytes)
     for place, (option, times) in enumerate(runs):
         yield Holding("parameters", place, False, times * option.parameters)
         yield Holding("optimizer", place, False, times * option.optimizer)

@@ -28,7 +28,9 @@ from planner.optimizers import Optimizer, optimizer_of
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CallTimes, call_key, interpolated
 from profiler.errors import OsdpError
-from profiler.model_graph import Call, ModelGraph, Parameter, Work
+from profiler.model_graph import Affine, Call, ModelGraph, Parameter, Work
+
+NOTHING = Affine()
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,10 @@ class Workload:
     """How long ranks wait for the slowest."""
     outside: tuple[Parameter, ...] = ()
     """Tensors that no unit holds (`ModelGraph.held_whole`)."""
+    left: Affine = NOTHING
+    """Bytes of activations that outlive a micro-batch (`ModelGraph.left_bytes`)."""
+    cycles: Affine = NOTHING
+    """The part of those that the next micro-batch adds to (`ModelGraph.cycle_bytes`)."""
     for_uneven: bool = True
     """Whether strategies that are only for uneven micro-batches may be offered for such."""
 
@@ -69,7 +75,9 @@ class Workload:
         waits: Waits = NO_WAITS,
     ) -> Workload:
         """Return the workload of a model that was traced: it gives the precision, and parameters outside units."""
-        return cls(cluster, optimizer_name, graph.precision, micro_batch, accumulation, waits, graph.held_whole)
+        sizes = micro_batch, accumulation
+        outliving = graph.left_bytes, graph.cycle_bytes
+        return cls(cluster, optimizer_name, graph.precision, *sizes, waits, graph.held_whole, *outliving)
 
     @property
     def offers_uneven(self) -> bool:
@@ -86,10 +94,15 @@ class Workload:
         """Memory of parameters that no unit holds, the same under every plan."""
         return outside_bytes(self.outside, self.precision, self.optimizer)
 
-    @property
+    @cached_property
+    def left_bytes(self) -> float:
+        """Activations that outlive a step."""
+        return self.left(self.micro_batch) + (self.accumulation - 1) * self.cycles(self.micro_batch)
+
+    @cached_property
     def fixed_bytes(self) -> float:
-        """What no plan changes: the reserve, and parameters that no unit holds."""
-        return self.cluster.reserve_bytes + self.outside_bytes
+        """What no plan changes: the reserve, parameters that no unit holds, and activations that outlive a step."""
+        return self.cluster.reserve_bytes + self.outside_bytes + self.left_bytes
 
     @property
     def samples_per_step(self) -> int:

@@ -78,8 +78,9 @@ class Ledger:
         self._pins: list[torch.UntypedStorage] = []
         self._held = set[int]()
         """Keys of the storages that earlier steps left."""
-        self._charged: dict[int, list[tuple[CallRecord, str, Charge]]] = {}
-        """By `id` of a storage: to which calls it was charged, as what, and how much."""
+        self._charged: dict[int, tuple[LiveStorage, list[tuple[CallRecord, str, Charge]]]] = {}
+        """By `id` of a storage: that, so that no other gets its `id`; to which calls it was charged, as what, and how
+        much."""
         self._ended: tuple[int | None, Any] = (None, None)
         """The block execution that ended last, until the next call begins, and what recomputation holds of it."""
         self._tail: list[tuple[int, int]] = []
@@ -91,6 +92,9 @@ class Ledger:
         self._sums: list[LiveStorage] = []
         """Of gradients that waited with those that the current call's backward has returned so far."""
         self._bytes = self._waste = self._marks = 0
+        self.outlived: tuple[LiveStorage, ...] = ()
+        self.left = NO_CHARGE
+        """What outlives the step, in the model or in reference cycles, and is in no event; known when it is over."""
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -207,30 +211,42 @@ class Ledger:
     def _charge_to(self, index: int, kind: str, storage: LiveStorage, charge: Charge) -> None:
         call = self.calls[index]
         setattr(call, kind, getattr(call, kind) + charge)
-        self._charged.setdefault(id(storage), []).append((call, kind, charge))
+        self._charged.setdefault(id(storage), (storage, []))[1].append((call, kind, charge))
 
-    def _counted_apart(self, tensors: Iterable[Tensor]) -> Charge:
-        """Return what the storages of tensors take, and charge it to no call."""
+    def _counted_apart(self, storages: Iterable[LiveStorage]) -> Charge:
+        """Return what storages take, and charge it to no call."""
         total = NO_CHARGE
-        for storage in self.storages_of([*tensors]):
+        for storage in storages:
             total += storage.charge
-            for call, kind, charge in self._charged.pop(id(storage), ()):
+            for call, kind, charge in self._charged.pop(id(storage), (storage, ()))[1]:
                 setattr(call, kind, getattr(call, kind) - charge)
         return total
 
-    def finish(self, recomputed: Sequence[Charge] | None = None, apart: Iterable[Tensor] = ()) -> None:
-        """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`.
-
-        Nor do events have what is counted `apart`, as it is there throughout every step.
-        """
+    def end(self) -> None:
+        """Note that all backward is over, if there was any."""
         self._end()
-        lasting = self._counted_apart(apart)
-        for call in () if self.in_backward else self.calls:
-            call.output -= lasting.bytes
-        self.calls[0].ended = self._bytes  # when all backward is over, if that of others is over later
+        self.calls[0].ended = self._bytes  # that of others may be over later
         for call, after in reversed([*pairwise(self.calls)]):
             if call.ended is None:  # it has no backward of its own: a module around others which begins with one
                 call.ended = call.module_ended = after.ended
+
+    def finish(
+        self, recomputed: Sequence[Charge] | None = None, apart: Iterable[Tensor] = (), left: Charge | None = None
+    ) -> None:
+        """Take off every event what is charged to earlier calls: given what they keep if blocks are `recomputed`.
+
+        Nor do events have what is counted `apart`, as it is there throughout every step, nor as much as outlives the
+        step otherwise, or what is `left` of one that recomputes nothing: where the model has let go of that of the step
+        before, an event is so much less.
+        """
+        elsewhere = self.storages_of([*apart])
+        self.outlived = tuple(one for one in self.kept() if one not in elsewhere)
+        lasting = self._counted_apart(elsewhere)
+        for call in () if self.in_backward else self.calls:
+            call.output -= lasting.bytes
+        own = self._counted_apart(self.outlived)
+        self.left = own if left is None else left
+        lasting += self.left
         charges = [call.saved for call in self.calls]
         if recomputed is not None:
             charges = [one + call.kept for one, call in zip(recomputed, self.calls, strict=False)]

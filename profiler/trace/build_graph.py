@@ -120,6 +120,8 @@ def assemble(
         buffers=_buffers(module),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
         uncalled=tuple(_uncalled(first, {index: groups[index] for index in order})),
+        left_bytes=_charged([one.left for one in passes.values()], sizes),
+        cycle_bytes=_charged([_most_in_cycles(size, passes, recomputed, selective) for size in sizes], sizes),
     )
 
 
@@ -207,7 +209,7 @@ def _rerun(records: Mapping[int, CallRecord], inputs: Mapping[int, Charge]) -> C
 
 def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Sizes) -> CallMemory:
     """Return a call's activations, given what is charged to it at each size."""
-    saved = line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
+    saved = _charged(charges, sizes)
     held_bytes = _left_out([one.held for one in charges], sizes)
     always = [slice(None) for _ in records]
     ends = [(record.module_end, record.block_end) for record in records]
@@ -253,6 +255,16 @@ def _opening(found: Sequence[Opening], sizes: Sizes) -> dict[str, Affine]:
         "opening_backward_peak_bytes": _peak(backward, always, sizes),
         "opening_backward_end_bytes": _instant([one.ended for one in found], backward, sizes) or Affine(),
     }
+
+
+def _most_in_cycles(size: int, *kinds: Mapping[int, Pass]) -> Charge:
+    """Return the most that reference cycles hold after passes of a size: what runs again is in them twice."""
+    return max((kind[size].in_cycles for kind in kinds if size in kind), key=lambda one: one.bytes)
+
+
+def _charged(charges: Sequence[Charge], sizes: Sizes) -> Affine:
+    """Return a line over what is charged, with its rounding."""
+    return line([one.bytes for one in charges], sizes, add_bytes=max(one.waste for one in charges))
 
 
 def _left_out(values: Sequence[int], sizes: Sizes) -> Affine:
@@ -443,6 +455,12 @@ def _notes(
         notes.append(f"parameters read outside their own module's forward: {names}")
     if first.growth_bytes > 0:
         notes.append(f"not counted: {first.growth_bytes} bytes of tensors more that the model keeps after each step")
+    if first.in_cycles.bytes:
+        notes.append(
+            f"only reference cycles hold {format_bytes(first.in_cycles.bytes)} of each micro-batch (of "
+            f"{next(iter(passes))}), until Python's garbage collector runs: those of all micro-batches of a step are "
+            "counted; break the cycles (a list or closure that holds itself), or gc.collect() after each backward"
+        )
     opaque = {name: tensors_of(name, one) for name, one in module.named_parameters() if is_opaque(one)}
     if opaque:
         size_bytes = sum(allocated_bytes(tensor.nbytes) for tensors in opaque.values() for tensor in tensors)

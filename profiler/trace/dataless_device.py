@@ -23,12 +23,21 @@ from profiler.fake_devices import modules_converted
 from profiler.model_source import Inputs
 from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
+from profiler.trace.op_cost import Op, describe
 from profiler.trace.python_values import PythonValues, as_if_real
 from profiler.trace.shapes import make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+_CPU_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+"""Under which a library registers what an op is made of on a CPU where other devices have one kernel for all of it."""
+
+
+class UnlikeOpError(NotImplementedError):
+    """An op is made of others on the device that a trace stands for, and not on that where it runs."""
 
 
 class MetaDevice:
@@ -39,6 +48,8 @@ class MetaDevice:
 
     def __init__(self, expert_imbalance: float = 1.0) -> None:
         self.data = DataDependent(expert_imbalance)
+        self.stands_for = ""
+        """Type of the device that kernels are chosen of; none: that does not matter."""
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -54,6 +65,13 @@ class MetaDevice:
         """Return whether the tensor is of this device."""
         return tensor.is_meta
 
+    def describe(self, op: OpOverload) -> Op:
+        """Return how the meter treats an op; raise UnlikeOpError for one of a library that a CPU does not run so."""
+        # Of torch's own, `device_kernels` sees to those.
+        if self.stands_for == "cpu" and op.namespace != "aten" and op.has_kernel_for_dispatch_key(_CPU_AUTOGRAD):
+            raise UnlikeOpError(f"{op} on a meta tensor does not run the kernel that it has for AutogradCPU")
+        return describe(op)
+
 
 class FakeCpu:
     """Fake tensors, which have no data and report the CPU as their device."""
@@ -62,7 +80,7 @@ class FakeCpu:
     synthesize = False
 
     def __init__(self, expert_imbalance: float = 1.0) -> None:
-        self.data = DataDependent(expert_imbalance)
+        self.data, self.stands_for = DataDependent(expert_imbalance), ""
         from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy: only if needed
 
         self._mode: FakeTensorMode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -89,6 +107,9 @@ class FakeCpu:
 
     def holds(self, tensor: Tensor) -> bool:
         return getattr(tensor, "fake_mode", None) is self._mode
+
+    def describe(self, op: OpOverload) -> Op:
+        return describe(op)
 
 
 DatalessDevice = MetaDevice | FakeCpu

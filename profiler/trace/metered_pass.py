@@ -22,7 +22,7 @@ from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError, note_shared
-from profiler.trace.live_storage import Charge, LiveStorage
+from profiler.trace.live_storage import NO_CHARGE, Charge, LiveStorage
 from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.trace_errors import explain_trace
 
@@ -44,6 +44,10 @@ class Pass:
     """By operator whose parameters were read while none of their modules ran: paths of the modules that ran."""
     kept: tuple[LiveStorage, ...]
     """What the model holds on to after the step and made or read in it."""
+    left: Charge
+    """What outlives the step otherwise than in buffers; no event has it."""
+    in_cycles: Charge
+    """The part of that which only reference cycles hold."""
     growth_bytes: int
     """How much more the model holds on to than before it, in whatever place."""
     changed: Mapping[str, Sequence[BufferSite]]
@@ -120,6 +124,8 @@ class PassOptions:
     """By block: buffers that its forward changes, of which it holds copies if it is recomputed."""
     left: Sequence[LiveStorage] = ()
     """What earlier steps have left, which is live until the model lets go of it."""
+    outlives: Charge | None = None
+    """What outlives the step in the same pass of another kind (`Pass.left`)."""
     computed: Sequence[ComputedAttribute] = ()
     """Attributes that hooks compute, which hold as much from step to step."""
     told_apart: frozenset[int] = frozenset()
@@ -142,8 +148,7 @@ def run_pass(
         options.groups,
         options.blocks,
         options.memo,
-        device.data,
-        synthesize=device.synthesize,
+        device,
         recompute=options.recompute,
         stand_ins=options.stand_ins,
         repeated=options.repeated,
@@ -166,6 +171,8 @@ def run_pass(
         raise explain_trace(source, _where(error, meter, options), error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
+    computed = [tensor for _, tensor in values_of(options.computed)]
+    meter.ledger.finish(options.charges, computed, options.outlives)
     return _record(meter, options.left, summed_outputs=summed)
 
 
@@ -190,7 +197,7 @@ def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: 
             ledger.turn(loss)
             _run_backward(loss)
         meter.finish()
-        ledger.finish(options.charges, [tensor for _, tensor in values_of(options.computed)])
+        ledger.end()
     return summed
 
 
@@ -226,6 +233,8 @@ def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) 
         ran=meter.ran,
         read_outside=meter.read_outside,
         kept=still,
+        left=ledger.left,
+        in_cycles=sum((one.charge for one in ledger.outlived if one() is None), NO_CHARGE),
         growth_bytes=fresh_bytes - sum(one.bytes for one in left if one() is None),
         changed=meter.changed,
         rerun=meter.rerun,

@@ -30,14 +30,14 @@ from profiler.trace.activation_ledger import Ledger, needs_gradient
 from profiler.trace.autograd_order import next_number, running_number
 from profiler.trace.call_records import Execution
 from profiler.trace.changed_buffers import BufferSite, WithBuffers, buffer_states
-from profiler.trace.data_dependent import DataDependent
+from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group, modules_around
 from profiler.trace.handover import NO_STAND_INS, Replayed, StandIn, StandIns, UnlikeError
 from profiler.trace.known_values import has_data
 from profiler.trace.live_storage import NOBODY, Charge, LiveStorage
 from profiler.trace.lone_input import lone_input, note_products, saving_nothing, version_of_offloaded, without_offloaded
-from profiler.trace.op_cost import Cost, Op, cost, describe
+from profiler.trace.op_cost import Cost, Op, cost
 from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument
 from profiler.trace.ops_that_import import OpRunner
 from profiler.trace.parameter_gradients import ParameterGradients
@@ -73,9 +73,8 @@ class Meter(UncompiledMode):
         groups: Sequence[Group],
         blocks: Sequence[str],
         memo: Memo,
-        data: DataDependent,
+        device: DatalessDevice,
         *,
-        synthesize: bool,
         recompute: Recompute = Recompute.NOTHING,
         stand_ins: StandIns = NO_STAND_INS,
         repeated: Container[str] = (),
@@ -84,9 +83,9 @@ class Meter(UncompiledMode):
         told_apart: frozenset[int] = _NONE,
         rerun: Container[str] = (),
     ) -> None:
-        """`memo` caches the results for ops across meters; `data` answers what depends on data.
+        """`memo` caches the results for ops across meters; tensors are on `device`.
 
-        With `synthesize`, tensors are on the meta device and outputs of known layout are made without running the op.
+        On the meta device outputs of known layout are made without running the op.
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
         Blocks in `repeated` run several times: they are no units and have no boundary, nor has any if their executions
         have been seen `bounded`.  Recomputed ones hold copies of the buffers that they have `changed`.  Calls say which
@@ -108,8 +107,7 @@ class Meter(UncompiledMode):
         """Paths of the modules that have operators inside."""
         self._blocks = blocks
         self._memo = memo
-        self._data = data
-        self._synthesize = synthesize
+        self._data, self._synthesize, self._describe = device.data, device.synthesize, device.describe
         self._recompute = recompute
         self._kept: KeptOutputs | None = None
         """Of the block that runs, or runs again, if that is recomputed selectively."""
@@ -327,7 +325,7 @@ class Meter(UncompiledMode):
     ) -> Any:
         op = self._ops.get(func)
         if op is None:
-            op = self._ops[func] = describe(func)
+            op = self._ops[func] = self._describe(func)
         try:
             if types:  # subclasses, whose own code may call functions that modes see
                 return self._see(func, op, args, kwargs or {})

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
+from torch.jit import last_executed_optimized_graph  # type: ignore[attr-defined]
 
 from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
@@ -333,11 +334,15 @@ class _Runner:
         *,
         alike: bool = False,
     ) -> Pass:
-        """Run a pass as every step but the first finds the model: with what the last one of this size left."""
-        for _ in range(3):  # the first of all may leave frames that its imports hold, the second not
-            before = self._left
+        """Run a pass as every step but the first finds the model: with what the last one of this size left.
+
+        What TorchScript has compiled it watches as it first runs, then changes, and with that what it saves.
+        """
+        for _ in range(5):  # the first of all may leave frames that its imports hold, the second not
+            before, ran_before = self._left, last_executed_optimized_graph()
             found = self._run_once(size, kept, replay, how, bounded, alike=alike)
-            if sorted(one.bytes for one in found.kept) == sorted(one.bytes for one in before):
+            as_before = sorted(one.bytes for one in found.kept) == sorted(one.bytes for one in before)
+            if as_before and str(last_executed_optimized_graph()) == str(ran_before):
                 break
         return found
 
@@ -362,6 +367,7 @@ class _Runner:
             bounded=() if bounded is None else bounded.executions,
             changed=self._changed,
             left=self._left,
+            outlives=next((one.left for one in (kept, bounded) if one is not None), None),
             computed=self._computed,
             told_apart=self._told_apart,
             rerun=self.rerun,

@@ -117,7 +117,7 @@ def _traced(
     source: ModelSource, settings: _Settings, device: DatalessDevice, sizes: Sequence[int], whole: frozenset[str]
 ) -> ModelGraph:
     """Build the model on the device, run a pass per micro-batch and return the graph; `whole` are in no operator."""
-    precision, master_weights = settings.precision, settings.master_weights
+    precision, master_weights, device.stands_for = settings.precision, settings.master_weights, settings.device_type
     what, expected = f"cannot build {source.name} without data", "build() to return an nn.Module on the meta device"
     advice = (
         "if it computes with tensor values (x.item(), loading weights), do that in Python numbers "
