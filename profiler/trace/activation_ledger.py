@@ -440,7 +440,7 @@ class Ledger:
         A step of another size finds nothing in a cache, and makes its own: then only what it read is as old.
         """
         made = self.made()
-        held = [one for one in self.live.values() if one.producer == NOBODY and one.key in self._held]
+        held = [one for one in self.live.values() if one.producer == NOBODY]  # or fed
         return (*made, *(one for one in held if one.is_read or not made))
 
     def _allocate(self, untyped: torch.UntypedStorage, producer: int) -> None:

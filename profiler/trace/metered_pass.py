@@ -137,9 +137,11 @@ class PassOptions:
 
 
 def run_pass(
-    source: ModelSource, module: nn.Module, inputs: Inputs, device: DatalessDevice, options: PassOptions
+    source: ModelSource, module: nn.Module, fed: list[Inputs], device: DatalessDevice, options: PassOptions
 ) -> Pass:
     """Run one forward and backward of a module of `source` under the meter.
+
+    It takes the inputs out of `fed`, so that after the step only the model can hold them.
 
     Raises OsdpError; UnlikeError if executions that have stand-ins cannot be replaced by them.
     """
@@ -157,12 +159,13 @@ def run_pass(
         told_apart=options.told_apart,
         rerun=options.rerun,
     )
-    for tensor in tree_leaves(inputs):
+    for tensor in tree_leaves(fed):
         if isinstance(tensor, Tensor):
             meter.ledger.adopt(tensor)
+    tensor = None
     meter.ledger.hold(options.left)
     try:
-        summed = _run_step(module, inputs, device, meter, options)
+        summed = _run_step(module, fed, device, meter, options)
     except (OsdpError, UnlikeError) as error:
         for note in ("osdp_op", "osdp_path"):  # an op cannot be sent to other ranks
             error.__dict__.pop(note, None)
@@ -176,13 +179,13 @@ def run_pass(
     return _record(meter, options.left, summed_outputs=summed)
 
 
-def _run_step(module: nn.Module, inputs: Inputs, device: DatalessDevice, meter: Meter, options: PassOptions) -> bool:
+def _run_step(module: nn.Module, fed: list[Inputs], device: DatalessDevice, meter: Meter, options: PassOptions) -> bool:
     """Run forward, loss and backward.  Return whether the loss is the sum of all outputs.
 
     What a step makes is held by nothing else, and gone on return unless the model keeps it.
     """
     ledger, saves_all = meter.ledger, options.recompute < Recompute.EVERYTHING
-    goes_back = trains(module) and options.recompute is not Recompute.OFFLOADED
+    inputs, goes_back = fed.pop(), trains(module) and options.recompute is not Recompute.OFFLOADED
     with device.running(), options.reads, without_compiler(), meter, replaced_forwards(module, meter.watched):
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
         with torch.enable_grad(), hooks if saves_all else nullcontext():

@@ -352,7 +352,7 @@ class _Runner:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
         device.data.begin(max(1, size // SIZES[0]), alike=alike)
         with explained_inputs(self._source.name):
-            inputs = feed(lambda: self._source.example_inputs(module, samples), device)
+            fed = [feed(lambda: self._source.example_inputs(module, samples), device)]
         charges = None
         if kept is not None:
             charges = [call.recomputed for call in kept.calls] if replay is None else replay.charges(kept)
@@ -375,7 +375,7 @@ class _Runner:
         )
         device.data.begin_forward(self._draws.at)
         with python_draws(self._draws) as drawn:
-            found = run_pass(self._source, module, inputs, device, options)
+            found = run_pass(self._source, module, fed, device, options)
         for call in found.calls if self.rerun else ():
             if call.block is not None and found.executions[call.block].path in self.rerun:
                 call.recomputed = call.saved

@@ -75,6 +75,14 @@ class Closed(Part):
             return again, product
 
 
+class Fed(Part):
+    """Keeps what it is fed, beside its map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fed = x
+        return super().forward(x)
+
+
 class Model(nn.Module):
     def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -103,12 +111,21 @@ def test_what_outlives_a_step_is_counted_to_its_end(part: Callable[[], nn.Module
         ("shard", 1, [], 0.001),
         ("shard", 3, [], 0.001),
         ("replicate", 2, blocks[1:2], 0.03),
+        ("shard", 2, blocks, 0.001),
     ):
         choices = {operator.name: strategy for operator in graph.operators}
         plan = plan_of(graph, machine, choices, again, accumulation=accumulation)
         found = compare(plan, source(part), graph, machine)
         most = most if accumulation == 1 or not is_in_cycles else 1.0
         assert 0 <= found.error < most, (strategy, accumulation, again)
+
+
+def test_what_a_model_keeps_of_its_input_outlives_a_step() -> None:
+    """The batch itself, and what two blocks hand on."""
+    graph, machine = trace_model(source(Fed)), cluster(1, 2)
+    assert graph.left_bytes(3) == LAYERS * 3 * 4 * LENGTH * WIDTH
+    plan = plan_of(graph, machine, {operator.name: "shard" for operator in graph.operators}, accumulation=2)
+    assert 0 <= compare(plan, source(Fed), graph, machine).error < 0.001
 
 
 def test_what_outlives_a_step_is_there_as_the_optimizer_steps() -> None:
