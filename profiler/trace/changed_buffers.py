@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from profiler.early_stops import is_early_stop
+
 BufferSite = tuple[nn.Module, str]
 """A module, and the name of a buffer of its own."""
 
@@ -20,7 +22,7 @@ def buffer_states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int
     }
 
 
-class WithBuffers(AbstractContextManager[None]):
+class WithBuffers(AbstractContextManager[None, bool]):
     """Surrounds a block's forward that runs again, with its buffers as they were; lives as long as its graph."""
 
     def __init__(self, around: AbstractContextManager[None], copies: Mapping[BufferSite, Tensor]) -> None:
@@ -32,5 +34,6 @@ class WithBuffers(AbstractContextManager[None]):
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any) -> bool:
         self.stack.__exit__(*error)
+        return is_early_stop(error[1])

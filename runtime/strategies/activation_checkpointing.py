@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from profiler.early_stops import is_early_stop
 from profiler.errors import OsdpError
 from profiler.rerun_arguments import Forward, handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
@@ -151,7 +152,7 @@ def _with_device(forward: Forward, args: tuple[Any, ...], device: torch.device) 
     return lambda _, *others, **kwargs: forward(*others, **kwargs), (torch.empty(0, device=device), *args)
 
 
-class _Again(AbstractContextManager[None]):
+class _Again(AbstractContextManager[None, bool]):
     """What surrounds a forward that runs again; there may be several backwards."""
 
     def __init__(self, block: _Checkpointed, before: Buffers) -> None:
@@ -184,10 +185,11 @@ class _Again(AbstractContextManager[None]):
         if isinstance(self.first, _Products) and not self.block.is_checked:
             self.stack.enter_context(_Products(self.block.name, self.first))
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any) -> bool:
         self.stack.__exit__(*error)
         if not isinstance(error[1], OsdpError):
             self.block.is_checked = True
+        return is_early_stop(error[1])
 
 
 class _EagerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

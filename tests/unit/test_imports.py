@@ -36,6 +36,7 @@ SHARED = frozenset(
     for name in (
         "alias_outputs",
         "computed_attributes",
+        "early_stops",
         "fake_devices",
         "handed_containers",
         "loss_storage",

@@ -11,6 +11,7 @@ from rehearsals import compare, plan_of
 from synthetic import cluster
 from torch import Tensor, nn
 
+from profiler.early_stops import is_early_stop
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -106,3 +107,48 @@ def test_what_torchscript_compiles_is_traced_as_it_runs_when_it_has_been_compile
     """What it saves as it first runs, to be watched, is not what it saves from then on."""
     model = source(run)
     assert 0 <= error_of(model, 2) < 0.01
+
+
+class Scripted(nn.Module):
+    """A block that ends in TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = smooth(self.layer(x))
+        return y
+
+
+class Stack(nn.Module):
+    """Such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Scripted() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_blocks_that_end_in_torchscript_can_be_recomputed() -> None:
+    """Checkpoints end a forward that runs again early by an exception, of which TorchScript makes another."""
+    inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
+    model, machine = ModelSource("stack", Stack, inputs, STEPS), cluster(1, 2)
+    graph = trace_model(model)
+    choices = {one.name: "shard" for one in graph.operators}
+    plan = plan_of(graph, machine, choices, [block.name for block in graph.blocks], micro_batch=8)
+    assert 0 <= compare(plan, model, graph, machine).error < 0.01
+
+
+def test_other_errors_are_no_early_stops() -> None:
+    @torch.jit.script
+    def failing(x: Tensor) -> Tensor:
+        return x.view(7, -1)
+
+    with pytest.raises(RuntimeError) as raised:
+        failing(torch.ones(3))
+    assert not is_early_stop(raised.value)
+    assert not is_early_stop(None)
