@@ -59,8 +59,10 @@ def bytes_of_copies(model: nn.Module, schedule: Schedule, dtype: torch.dtype) ->
     cast = {id(one) for path, one in model.named_parameters(remove_duplicate=False) if path in multiplied}
     kept, again = 0, dict.fromkeys(schedule.recomputed, 0)
     for parameter in (one for unit in schedule.units for one in unit.parameters):
-        is_cast = id(model.get_parameter(parameter.path)) in cast and len(parameter.origin.shape) > 1
-        if not is_cast or parameter.element_bytes <= dtype.itemsize:
+        is_multiplied = id(model.get_parameter(parameter.path)) in cast and len(parameter.origin.shape) > 1
+        in_bf16 = schedule.precision == "bf16" and not parameter.keeps_dtype
+        is_copied = dtype != torch.bfloat16 if in_bf16 else parameter.element_bytes == 4  # never of fp64
+        if not (is_multiplied and is_copied):
             continue
         size_bytes = parameter.origin.numel * dtype.itemsize
         block = next((one for one in again if parameter.path.startswith(f"{one}.")), None)

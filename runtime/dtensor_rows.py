@@ -51,13 +51,17 @@ def is_uneven(tensor: DTensor) -> bool:
 
 def may_be_uneven(tensor: DTensor) -> bool:
     """Return whether ranks share rows unevenly, or may: the same on all ranks, without asking."""
+    return leaves_some_empty(tensor) or is_uneven(tensor)
+
+
+def leaves_some_empty(tensor: DTensor) -> bool:
+    """Return whether there are too few rows for all ranks, shared as the placements say or not."""
     mesh, dim = tensor.device_mesh, shared_dim(tensor)
     if dim is None:
         return False
     along: int = tensor.placements[dim].dim  # type: ignore[attr-defined]
     size = tensor.size(along)
-    is_some_empty = -(-size // mesh.size(dim)) * (mesh.size(dim) - 1) >= size
-    return is_some_empty or is_uneven(tensor)
+    return -(-size // mesh.size(dim)) * (mesh.size(dim) - 1) >= size
 
 
 def replicated(whole: Tensor, like: DTensor) -> DTensor:

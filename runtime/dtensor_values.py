@@ -26,7 +26,17 @@ from profiler.errors import OsdpError
 from runtime.dtensor_internals import compute_if_laid_out, handle, let_numbers_change, name_refusals
 from runtime.dtensor_layouts import compute_uneven
 from runtime.dtensor_numbers import added_up, numbers
-from runtime.dtensor_rows import gathered, is_whole, may_be_uneven, own_rows, replicated, spread, whole_of, write_whole
+from runtime.dtensor_rows import (
+    gathered,
+    is_whole,
+    laid_out_as,
+    may_be_uneven,
+    own_rows,
+    replicated,
+    spread,
+    whole_of,
+    write_whole,
+)
 from runtime.dtensor_writes import follow_writes
 from runtime.torch_compat import held_tensor, placed
 
@@ -63,7 +73,7 @@ def _follow_values() -> None:
 
     DTensor.data = property(read, _write)  # type: ignore[assignment]
     for name in ("numpy", "tolist"):
-        setattr(DTensor, name, partialmethod(_refuse_reading, name))
+        setattr(DTensor, name, partialmethod(_read, name))
     DTensor.__format__ = _format  # type: ignore[method-assign,assignment]
     DTensor.redistribute = _redistributing(DTensor.redistribute)  # type: ignore[method-assign]
     DTensor.full_tensor = _full_tensor(DTensor.full_tensor)  # type: ignore[method-assign]
@@ -79,8 +89,10 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     )
 
 
-def _refuse_reading(tensor: DTensor, name: str, *_: Any, **kwargs: Any) -> None:
-    """Raise OsdpError for what would read one rank's memory, as loops do on rank 0 that log histograms."""
+def _read(tensor: DTensor, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return what a method reads off memory; raise OsdpError where that has only a part, as in histograms of rank 0."""
+    if is_whole(tensor):
+        return getattr(held_tensor(tensor), name)(*args, **kwargs)
     raise OsdpError(
         "a sharded parameter, gradient or state has no memory that holds the whole of it",
         got=f".{name}() of one of {tuple(tensor.shape)}",
@@ -119,14 +131,27 @@ def _is_recorded(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or (torch.is_grad_enabled() and tensor.requires_grad)
 
 
+class _Gathered(torch.autograd.Function):
+    """Gathers what ranks may share unevenly; of the gradient, as torch has it, each rank takes its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.like = tensor.detach()
+        return gathered(ctx.like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return laid_out_as(own_rows(ctx.like, gradient).contiguous(), ctx.like)
+
+
 def _full_tensor(by_torch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a method that gathers, also what one rank owns."""
 
     @wraps(by_torch)
     def full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
-        if type(self) is DTensor and not _is_recorded(self) and may_be_uneven(self):
-            return gathered(self)
-        return by_torch(self, **kwargs)
+        if type(self) is not DTensor or torch.compiler.is_compiling() or not may_be_uneven(self):
+            return by_torch(self, **kwargs)
+        return _Gathered.apply(self) if _is_recorded(self) else gathered(self)  # type: ignore[no-untyped-call]
 
     return full_tensor
 

@@ -34,6 +34,7 @@ from runtime.dtensor_rows import (
     is_uneven,
     is_whole,
     laid_out_as,
+    leaves_some_empty,
     may_be_uneven,
     own_rows,
     replicated,
@@ -310,12 +311,12 @@ def _is_whole_beside(tensor: DTensor, other: Any) -> bool:
 
 
 def _has_other_rows(tensor: DTensor, other: DTensor) -> bool:
-    """Return whether one of two tensors that should be laid out alike is in equal parts, and one rank owns the other.
+    """Return whether one of two tensors that seem laid out alike may be in equal parts while one rank has the other.
 
-    The same on all ranks where each has a part of the one.
+    The same on all ranks, without asking: where all should have a part, all see whether one rank has everything.
     """
-    differ = held_tensor(tensor).shape != held_tensor(other).shape and tensor.shape == other.shape
-    return differ and is_uneven(tensor) != is_uneven(other)
+    may_differ = tensor is not other and tensor.shape == other.shape
+    return may_differ and (leaves_some_empty(tensor) or is_uneven(tensor) != is_uneven(other))
 
 
 def _writing_whole(by_torch: Method) -> Method:

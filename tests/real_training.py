@@ -81,7 +81,9 @@ def train_alone(source: ModelSource, world_size: int, precision: str) -> dict[st
             find_loss(one(*args, **kwargs))[0].backward()
         for parameter, *owns in zip(parameters, *(one.parameters() for one in copies), strict=True):
             grads = [own.grad.to(torch.promote_types(own.dtype, torch.float32)) for own in owns if own.grad is not None]
-            parameter.grad = torch.stack(grads).sum(0).div(world_size).to(parameter.dtype) if grads else None
+            parameter.grad = None
+            if grads:  # in the parameter's strides, by which fused optimizers go
+                parameter.grad = torch.empty_like(parameter).copy_(torch.stack(grads).sum(0).div(world_size))
         optimizer.step()
     state: dict[str, Tensor] = copies[0].state_dict()
     return {**state, **{name: one.detach() for name, one in module.named_parameters(remove_duplicate=False)}}

@@ -30,7 +30,7 @@ from profiler.cluster.measurements import CallTimes, call_key, interpolated
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, Call, ModelGraph, Parameter, Work
 
-NOTHING = Affine()
+NO_BYTES = Affine()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,9 @@ class Workload:
     """How long ranks wait for the slowest."""
     outside: tuple[Parameter, ...] = ()
     """Tensors that no unit holds (`ModelGraph.held_whole`)."""
-    left: Affine = NOTHING
+    left: Affine = NO_BYTES
     """Bytes of activations that outlive a micro-batch (`ModelGraph.left_bytes`)."""
-    cycles: Affine = NOTHING
+    cycles: Affine = NO_BYTES
     """The part of those that the next micro-batch adds to (`ModelGraph.cycle_bytes`)."""
     for_uneven: bool = True
     """Whether strategies that are only for uneven micro-batches may be offered for such."""

@@ -15,10 +15,10 @@ def asked_autocast() -> Iterator[Collection[str]]:
     """Yield the kinds for which contexts have been made within, be there such devices or not."""
     make, asked = torch.autocast.__init__, set[str]()
 
-    def note(self: Any, device: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+    def note(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
         if enabled:
-            asked.add(device)
-        make(self, device, dtype, enabled, *args, **kwargs)
+            asked.add(device_type)
+        make(self, device_type, dtype, enabled, *args, **kwargs)
 
     with patch.object(torch.autocast, "__init__", note):
         yield asked

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
 
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Returns the number that the next autograd node of this thread will get. Torch's own, as it runs often."""
@@ -27,6 +28,12 @@ def running_number() -> int | None:
     """Return the number of the node whose backward runs in this thread, or None outside of any."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def is_checkpointed() -> bool:
+    """Return whether the innermost hooks of saved tensors are those of `torch.utils.checkpoint`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def without_own_node(tensor: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ _WORK = ("flops", "matmul_bytes", "other_bytes")
 """What a tally counts of the device's work, in the order of `Work`."""
 _KINDS = Recompute.NOTHING, Recompute.EVERYTHING, Recompute.SELECTIVE
 """What is recomputed in the passes of a graph, in the order of the fields that hold what was measured."""
+_NONE, _SELECTIVE = frozenset[Recompute](), frozenset({Recompute.SELECTIVE})
+_ALL = frozenset(Recompute) - {Recompute.NOTHING}
 
 
 def assemble(
@@ -52,13 +54,15 @@ def assemble(
     selective: Mapping[int, Pass],
     apart: Mapping[Recompute, Mapping[int, Pass]],
     rerun: Container[str],
+    partly: Container[str],
     let_go: Sequence[bool],
 ) -> ModelGraph:
     """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
 
     Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none,
     and those of all three kinds in which gradients leave blocks one by one (`apart`) too.  Blocks that the model itself
-    runs again (`rerun`) are recomputed in none.  `let_go` says of which executions the input could be offloaded.
+    runs again (`rerun`) are recomputed in none, and those of which it runs a part again (`partly`) not
+    selectively.  `let_go` says of which executions the input could be offloaded.
     """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
@@ -78,15 +82,22 @@ def assemble(
     position = {group: index for index, group in enumerate(order + unused)}
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
-    own = {execution for execution in run if first.executions[execution].path in rerun}
+    paths = [first.executions[execution].path for execution in run]
+    never = {
+        execution: _ALL if path in rerun else _SELECTIVE if path in partly else _NONE
+        for execution, path in zip(run, paths, strict=True)
+    }
+    kinds = [
+        *zip((Recompute.EVERYTHING, Recompute.SELECTIVE, *_KINDS), (recomputed, selective, *apart_passes), strict=True)
+    ]
     found, fitted = [], dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
         again, selected, *apart_runs = (
-            {size: one.calls[index] for size, one in runs.items()}
-            if block is not None and record.block not in own
-            else {}
-            for runs in (recomputed, selective, *apart_passes)
+            {}
+            if record.block is None or how in never[record.block]
+            else {size: one.calls[index] for size, one in runs.items()}
+            for how, runs in kinds
         )
         records = [record, *others, *(one for runs in (again, selected, *apart_runs) for one in runs.values())]
         same = tuple(id(one.forward) for one in records)  # replayed calls share it
@@ -100,12 +111,11 @@ def assemble(
     readers = {call.operator for call in found if call.reads_parameters}
     # Read in calls of others alone: all of its calls stand for that.
     found = [call if call.operator in readers else replace(call, reads_parameters=True) for call in found]
-    paths = [first.executions[execution].path for execution in run]
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
-    reruns = recomputed, selective, *apart_passes[1:]
-    blocks = _blocks(module, operators, calls, passes, reruns, run, own, waiting, let_go)
+    reruns = [(how, runs) for how, runs in kinds if how]
+    blocks = _blocks(module, operators, calls, passes, reruns, never, waiting, let_go)
     named = dict(module.named_parameters())
     return ModelGraph(
         name=source.name,
@@ -367,30 +377,29 @@ def _blocks(
     operators: Sequence[Operator],
     calls: Sequence[Call],
     passes: Mapping[int, Pass],
-    reruns: Sequence[Mapping[int, Pass]],
-    ran: Sequence[int],
-    own: Container[int],
+    reruns: Sequence[tuple[Recompute, Mapping[int, Pass]]],
+    never: Mapping[int, Container[Recompute]],
     waiting: Sequence[int],
     let_go: Sequence[bool],
 ) -> tuple[Block, ...]:
     """Return the blocks that ran at least one call; equal ones get the same `block_class`.
 
-    Executions that are the model's `own` to run again are not recomputed by a plan.
+    `never` says of all executions that ran one how they are not recomputed.
     """
     blocks: list[Block] = []
-    members: list[list[int]] = [[] for _ in ran]
+    members: list[list[int]] = [[] for _ in never]
     for position, call in enumerate(calls):
         if call.block is not None:
             members[call.block].append(position)
     classes: dict[Any, int] = {}
     often = Counter(one.path for one in next(iter(passes.values())).executions)
-    for inside, execution in zip(members, ran, strict=True):
+    for inside, execution in zip(members, never, strict=True):
         runs, sizes = [one.executions[execution] for one in passes.values()], tuple(passes)
         path = runs[0].path
         waste = max(sum(storage.waste for storage in run.inputs) for run in runs)
         inputs = line([sum(storage.bytes for storage in run.inputs) for run in runs], sizes, add_bytes=waste)
         rerun, selective, *apart = [
-            _block_rerun({} if execution in own else one, execution, waiting[inside[-1]]) for one in reruns
+            _block_rerun({} if how in never[execution] else one, execution, waiting[inside[-1]]) for how, one in reruns
         ]
         apart = [None if one == other else one for one, other in zip(apart, (rerun, selective), strict=True)]
         again = rerun, selective, apart[0], apart[1]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from profiler.computed_attributes import ComputedAttribute, values_of
 from profiler.errors import OsdpError
 from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
+from profiler.nested_tensors import tensors_in
 from profiler.trace.call_records import CallRecord, Execution
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.compiler_import import without_compiler
@@ -53,7 +53,7 @@ class Pass:
     changed: Mapping[str, Sequence[BufferSite]]
     """By path of a block: its buffers that its forward changes, where nothing is recomputed."""
     rerun: Mapping[str, None]
-    """Paths of the blocks that the model itself ran again in its backward, but those that stand-ins ran for."""
+    """Paths of modules that the model itself ran again in its backward, and of blocks in a checkpoint of its own."""
     written: Mapping[str, None]
     """Names of the parameters that the forward changes."""
     got_gradients: Sequence[bool]
@@ -159,10 +159,8 @@ def run_pass(
         told_apart=options.told_apart,
         rerun=options.rerun,
     )
-    for tensor in tree_leaves(fed):
-        if isinstance(tensor, Tensor):
-            meter.ledger.adopt(tensor)
-    tensor = None
+    for _ in map(meter.ledger.adopt, tensors_in(fed)):  # no name here holds one on
+        pass
     meter.ledger.hold(options.left)
     try:
         summed = _run_step(module, fed, device, meter, options)
@@ -281,4 +279,4 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         for item in output:
             yield from _tensors(item)
     elif is_dataclass(output):
-        yield from _tensors(dict(vars(output)))
+        yield from _tensors({field.name: getattr(output, field.name, None) for field in fields(output)})

@@ -27,7 +27,7 @@ from profiler.nested_tensors import tensors_in
 from profiler.rerun_arguments import handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.activation_ledger import Ledger, needs_gradient
-from profiler.trace.autograd_order import next_number, running_number
+from profiler.trace.autograd_order import is_checkpointed, next_number, running_number
 from profiler.trace.call_records import Execution
 from profiler.trace.changed_buffers import BufferSite, WithBuffers, buffer_states
 from profiler.trace.dataless_device import DatalessDevice
@@ -114,7 +114,7 @@ class Meter(UncompiledMode):
         self._stand_ins, self._repeated, self._bounded, self._rerun = stand_ins, repeated, bounded, rerun
         self._module, self._known_changes, self._told_apart = module, changed, told_apart
         self.rerun: dict[str, None] = {}
-        """Paths of blocks that the model itself ran again in its backward."""
+        """Paths of modules that the model ran again in its backward, and of blocks in a checkpoint of its own."""
         self.changed: dict[str, tuple[BufferSite, ...]] = {}
         """By block: its buffers that its forward changes, as seen where nothing is recomputed."""
         self.written = WrittenParameters(module, named)
@@ -146,7 +146,7 @@ class Meter(UncompiledMode):
             self._data.module = path
             if operator is not None and path in self._around and not ledger.in_backward:
                 run = functools.partial(self._run_around, operator, run)
-            if is_block and ledger.in_backward:
+            if ledger.in_backward:
                 self.rerun[path] = None
             elif is_block:
                 run = functools.partial(self._run_block, path, run)
@@ -176,6 +176,8 @@ class Meter(UncompiledMode):
         # Modes for functions are not for the meter's own questions of tensors.
         with torch._C.DisableTorchFunction():
             execution = self.ledger.enter_block(path, handed_tensors(args, kwargs))
+            if not self._recompute and is_checkpointed():
+                self.rerun[path] = None
             execution.lone = lone_input(args, kwargs, self.ledger.live)
         run = functools.partial(_WAYS.get(self._recomputed(path), Meter._checkpointed), self, inner, execution)
         if path in self._repeated:

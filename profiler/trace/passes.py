@@ -17,7 +17,6 @@ from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
-from profiler.trace.asked_autocast import asked_autocast
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
@@ -54,10 +53,10 @@ class Runs:
     """Why no block could be recomputed so."""
     without_gradient: set[str]
     """Operators that run and have trained parameters, none of which gets a gradient."""
-    autocast: Collection[str]
-    """Kinds of devices for which the model asks for `torch.autocast`."""
     rerun: Collection[str]
     """Paths of the blocks that the model itself runs again in its backward, and that no pass recomputes."""
+    partly: Collection[str]
+    """Paths of those of which it runs a part again, and that no plan recomputes selectively."""
     let_go: Sequence[bool]
     """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
 
@@ -76,8 +75,7 @@ def run_sizes(
     `computed`.  Modules that turn out to be operators, as they read parameters inside, are given to `wrap`."""
     first, *others = sizes
     runner = _Runner(module, source, groups, dtypes, device, computed, wrap)
-    with asked_autocast() as autocast:
-        passes = {first: runner.run_first(first, can_be_finer=bool(others))}
+    passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
         sums = [one.sums for one in passes.values()]
@@ -109,8 +107,8 @@ def run_sizes(
         skipped,
         failures,
         unreached,
-        autocast,
         runner.rerun,
+        runner.partly,
         let_go,
     )
 
@@ -208,6 +206,8 @@ class _Runner:
         """By block: its buffers that its forward changes."""
         self.rerun: Collection[str] = ()
         """Paths of the blocks that the model itself runs again in its backward."""
+        self.partly: Collection[str] = ()
+        """Paths of those of which it runs a part again."""
         self._told_apart = frozenset[int]()
         """Keys of storages of parameters of which passes record which calls read them."""
         self._left: Sequence[LiveStorage] = ()
@@ -240,7 +240,10 @@ class _Runner:
         if apart_keys := told_apart(self._module, self.groups, found.calls):
             self._told_apart = apart_keys
             found = self._run(size)
-        self._changed, self.rerun = found.changed, found.rerun
+        self._changed, again = found.changed, [*found.rerun]
+        self.rerun = [block for block in self.blocks if block in found.rerun]
+        self.partly = [block for block in self.blocks if any(path.startswith(f"{block}.") for path in again)]
+        self._leave_rerun(found)
         self.without_gradient = self._without_gradient(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
@@ -376,12 +379,16 @@ class _Runner:
         device.data.begin_forward(self._draws.at)
         with python_draws(self._draws) as drawn:
             found = run_pass(self._source, module, fed, device, options)
-        for call in found.calls if self.rerun else ():
-            if call.block is not None and found.executions[call.block].path in self.rerun:
-                call.recomputed = call.saved
+        self._leave_rerun(found)
         self.decides_by_draws = bool(drawn.count) or device.data.decides_by_draws
         self._left = found.kept
         return found
+
+    def _leave_rerun(self, found: Pass) -> None:
+        """Have blocks that the model itself runs again keep what they keep, also where others are recomputed."""
+        for call in found.calls if self.rerun else ():
+            if call.block is not None and found.executions[call.block].path in self.rerun:
+                call.recomputed = call.saved
 
     def _reads_in_hooks(self, operator: int) -> bool:
         """Return whether a module of an operator has hooks before its forward, as `nn.utils.weight_norm` has."""

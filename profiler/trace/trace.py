@@ -30,6 +30,7 @@ from profiler.parameter_memory import shared_memory
 from profiler.plain_attributes import unregistered_tensors
 from profiler.reentrant_checkpoints import reentrant_as_others
 from profiler.trace.affine_fit import SIZES, StepsError
+from profiler.trace.asked_autocast import asked_autocast
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
@@ -124,6 +125,7 @@ def _traced(
         'or in `with torch.device("cpu")`, or after OSDP has wrapped the module'
     )
     with device_kernels(settings.device_type, device.torch_device.type), ExitStack() as until_traced:
+        asked = until_traced.enter_context(asked_autocast())
         with explained(what, expected, advice):
             with making(device):
                 module = source.build()
@@ -151,7 +153,7 @@ def _traced(
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
             held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
-    passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.let_go
+    passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(next(iter(run.passes.values())).written)
@@ -171,8 +173,8 @@ def _traced(
         what = (
             f"the model itself runs {len(run.rerun)} of {count} blocks again in its backward, which no plan recomputes"
         )
-        notes.append(f"{what}: {_listed(run.rerun)}")
-    if settings.device_type in run.autocast:
+        notes.append(f"{what}: {_listed(run.rerun) if len(run.rerun) == count else ', '.join(run.rerun)}")
+    if settings.device_type in asked:
         copies_bytes = sum(2 * one.numel for operator in graph.operators for one in operator.parameters)
         notes.append(
             "the model asks for torch.autocast, which is not traced, and which keeps copies of weights from forward to "

@@ -27,6 +27,17 @@ from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import is_fake
 
 
+def _laid_out_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """Return a part of a bucket in the strides of a parameter that fills its memory, be it transposed or channels last.
+
+    Fused optimizers on a CPU take a gradient's memory to be laid out as the parameter's, and say nothing if it is not
+    (torch 2.13).
+    """
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():  # that of a part of other memory
+        return part.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+
+
 class _Bucket:
     """Parameters of a data type whose gradients lie side by side."""
 
@@ -34,7 +45,7 @@ class _Bucket:
         self.parameters, first = parameters, parameters[0]
         self.flat = torch.empty(sum(one.numel() for one in parameters), dtype=first.dtype, device=first.device)
         parts = torch.split(self.flat, [one.numel() for one in parameters])
-        self.views = {one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
+        self.views = {one: _laid_out_as(one, part) for one, part in zip(parameters, parts, strict=True)}
         self.reset()
 
     def reset(self) -> None:

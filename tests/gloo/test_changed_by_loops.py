@@ -385,3 +385,80 @@ class Scaled(Toy):
 
 def test_no_rank_skips_a_step_alone() -> None:
     assert run_ranks(scale_losses, 2) == [[16.0, 8.0, 16.0]] * 2
+
+
+class Strided(nn.Module):
+    """Has a weight in the order of its columns, as `qr` returns it, and convolutions with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 3))
+        self.weight = nn.Parameter(torch.linalg.qr(torch.randn(6, 6))[0])
+        self.to(memory_format=torch.channels_last)
+
+    def example_inputs(self, batch: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+        """Return images."""
+        return (torch.randn(batch, 3, 6, 6),), {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 3, 6, 6) -> a loss."""
+        return (self.net(x).mean((2, 3)) @ self.weight).pow(2).mean()
+
+
+def train_strided(rank: int, world_size: int) -> list[str]:
+    """Return what fused optimizers, which on a CPU go by memory alone, make otherwise than in one process."""
+    from osdp import OSDP
+
+    def train(model: nn.Module, ranks: list[int]) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
+        for number in range(2):
+            for one in ranks:
+                torch.manual_seed(10 * number + one)
+                (model(torch.randn(2, 3, 6, 6)) / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alone, wrong = seeded(Strided), []
+    train(alone, [*range(world_size)])
+    for strategy in ("replicate", "shard"):
+        model = OSDP(seeded(Strided), plan_of(Strided(), strategy, ranks=(1, world_size)))
+        train(model, [rank])
+        found = model.full_state_dict(rank0_only=False)
+        far = [name for name, one in alone.state_dict().items() if not torch.allclose(found[name], one, atol=1e-6)]
+        wrong += [f"{strategy}: {name}" for name in far]
+    return wrong
+
+
+def test_gradients_are_laid_out_as_their_parameters() -> None:
+    """They lay in buckets row by row once, and fused optimizers took columns for rows."""
+    assert run_ranks(train_strided, 2, 2) == [[], []]
+
+
+class Pair(Toy):
+    """Two layers of three rows, which are too few for four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 5, 6) -> a loss."""
+        return (self.one(x) + self.other(x)).pow(2).mean()
+
+
+def copy_from_owner(rank: int) -> float:
+    """Return how far a sharded weight is from an owned one that was copied to it, and mixed with it."""
+    from osdp import OSDP
+
+    plan = plan_of(Pair(), "shard", {"other": "owner"}, ranks=(1, 4))
+    model = OSDP(seeded(Pair), plan)
+    wanted = seeded(Pair).other.weight.detach()
+    with torch.no_grad():
+        model.module.one.weight.copy_(model.module.other.weight)
+        model.module.one.weight.lerp_(model.module.other.weight, 0.5)
+    return float((model.module.one.weight.detach().full_tensor() - wanted).abs().max())
+
+
+def test_ranks_without_rows_take_part_in_copies() -> None:
+    """The last rank saw two tensors without rows, which seemed alike, and the others waited for it."""
+    assert run_ranks(copy_from_owner, 4, timeout_s=60) == pytest.approx([0.0] * 4, abs=1e-6)

@@ -182,7 +182,10 @@ def by_operations(model: Any, ranks: Sequence[int]) -> list[float]:
                 weight.copy_(change(weight))
                 weight.add_(0.1 * torch.rand_like(weight) + 0.1)
             seen.append(float(f"{weight.norm():.6f}"))
+        whole = getattr(weight, "full_tensor", lambda weight=weight: weight)()  # with its history
+        seen.append(float(whole.detach().sum()))
         nn.init.eye_(weight)
+        seen += torch.stack([one.norm() for one in model.parameters()]).tolist()
         each_step(model, ranks, lambda x: model(x).pow(2).mean())
     return seen
 

@@ -34,12 +34,12 @@ class Model(nn.Module):
 
     def __init__(self, device_type: str, enabled: bool = True) -> None:
         super().__init__()
-        self.device_type, self.enabled = device_type, enabled
+        self.context = torch.autocast(device_type=device_type, dtype=torch.bfloat16, enabled=enabled)
         self.table, self.blocks = nn.Embedding(50, WIDTH), nn.Sequential(*(Block() for _ in range(6)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, 8) -> a loss."""
-        with torch.autocast(self.device_type, torch.bfloat16, enabled=self.enabled):
+        with self.context:
             x = self.blocks(self.table(tokens))
         return x.float().pow(2).mean()
 
@@ -79,3 +79,28 @@ def test_no_more_is_kept_than_is_said(strategy: str, recomputed: tuple[str, ...]
     assert more <= copies_bytes
     if strategy == "shard" and not recomputed:  # others hold most while no copies are there
         assert more > 0.5 * copies_bytes
+
+
+def test_what_computes_in_the_dtype_of_autocast_is_not_copied() -> None:
+    source, machine = source_of("cpu", enabled=False), cluster(2, 2)
+    graph = trace_model(source, "bf16")
+    plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=1)
+    schedule = compile_plan(plan, graph, machine)
+    found = [bytes_of_copies(source.build(), schedule, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    assert found == [0, 6 * 2 * 2 * 4 * WIDTH * WIDTH]
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_contexts_that_are_made_in_any_way_are_traced() -> None:
+    """By keywords, as PyTorch's own checkpoints make them, and in the forward."""
+
+    class Inside(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            with torch.autocast(device_type="cpu", dtype=torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
+                return super().forward(tokens)
+
+    def inputs(_: nn.Module, batch: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        return (torch.randint(50, (batch, 8)),), {}
+
+    graph = trace_model(ModelSource("inside", lambda: Inside("cpu", enabled=False), inputs, 8))
+    assert any("torch.autocast" in note for note in graph.notes)

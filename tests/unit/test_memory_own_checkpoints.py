@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
@@ -23,10 +25,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.saves_nothing = False
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 30, WIDTH) -> the same."""
-        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        y: Tensor = 2 * x if self.saves_nothing else x + self.down(torch.relu(self.up(self.norm(x))))
         return y
 
 
@@ -37,6 +40,7 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.how, self.embed, self.head = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(8)))
+        self.blocks[7].saves_nothing = how == "ends with nothing"
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 30, WIDTH) -> a loss."""
@@ -47,6 +51,15 @@ class Checkpointed(nn.Module):
         elif self.how == "some":
             for number, block in enumerate(self.blocks):
                 x = checkpoint(block, x, use_reentrant=False) if number % 3 == 1 else block(x)
+        elif self.how == "within and outside":
+            x = checkpoint(self.blocks[1], x, use_reentrant=False)
+            for block in self.blocks[:4]:
+                x = block(x)
+        elif self.how == "ends with nothing":  # that is saved, so that the last never begins again
+            x = checkpoint(self.blocks[5:], self.blocks[:5](x), use_reentrant=False)
+        elif self.how == "without arguments":
+            for block in self.blocks:
+                x = checkpoint(partial(block, x), use_reentrant=False)
         elif self.how == "all":
             x = checkpoint(self.blocks, x, use_reentrant=False)
         else:
@@ -88,3 +101,53 @@ def test_there_is_nothing_to_recompute_where_the_model_runs_all_again() -> None:
     assert {block.rerun for block in graph.blocks} == {None}
     with pytest.raises(OsdpError, match="the model runs again itself"):
         resolve([parse_pin("blocks.0=recompute")], graph, cluster(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("how", "own"), [("within and outside", {1}), ("ends with nothing", {5, 6}), ("without arguments", {*range(8)})]
+)
+def test_blocks_are_told_apart_however_the_model_runs_them_again(how: str, own: set[int]) -> None:
+    """The first pass knew of none, a block that never began again was not known, and keywords failed."""
+    source, machine = source_of(how), cluster(2, 2)
+    graph = trace_model(source)
+    assert {block.name for block in graph.blocks if block.rerun is None} == {f"blocks.{number}" for number in own}
+    others = sorted({block.name for block in graph.blocks if block.rerun is not None})
+    choices = {one.name: "shard" for one in graph.operators}
+    for chosen in ((others, []), ([], others)):
+        plan = plan_of(graph, machine, choices, *chosen, micro_batch=8)
+        assert -0.003 <= compare(plan, source, graph, machine).error <= 0.05
+
+
+class Half(nn.Module):
+    """A block that checkpoints a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 30, WIDTH) -> the same."""
+        y: Tensor = self.second(checkpoint(self.first, x, use_reentrant=False))
+        return y
+
+
+class Halves(nn.Module):
+    """Such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Half() for _ in range(4)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 30, WIDTH) -> a loss."""
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).pow(2).mean()
+        return loss
+
+
+def test_blocks_that_run_a_part_again_are_not_recomputed_selectively() -> None:
+    inputs = lambda _, batch: ((torch.randn(batch, 30, WIDTH),), {})  # noqa: E731
+    graph = trace_model(ModelSource("halves", Halves, inputs, 1))
+    assert graph.blocks
+    assert all(block.rerun is not None and block.selective_rerun is None for block in graph.blocks)
