@@ -8,12 +8,12 @@ loops read them, and where they have changed since, in the optimizer's step or b
 changes nothing.  What was frozen may be trained later.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from runtime.host_copies import on_device
 from runtime.local_shards import LocalShard, Origin, local_shard
@@ -35,7 +35,7 @@ class UnshardedParameters(WrappedUnit):
         self.parameters = self.computing = parameters
         self.is_reduced_by_ddp = context.schedule.by_ddp
         context.ignored.update(parameters)
-        self._averaged: list[tuple[weakref.ref[Tensor], int]] = []
+        self._averaged: list[tuple[TensorWeakRef, int]] = []
         """The gradients that were averaged last, and their versions."""
 
     @property
@@ -76,7 +76,7 @@ class UnshardedParameters(WrappedUnit):
             for one, part in zip(members, torch.split(total, [one.numel() for one in members]), strict=True):
                 one.grad = (part / self.replicas).to(one.dtype).view(one.shape)
         gradients = [one.grad for one in parameters if one.grad is not None]
-        self._averaged = [(weakref.ref(one), one._version) for one in gradients]
+        self._averaged = [(TensorWeakRef(one), one._version) for one in gradients]
         return 1.0
 
 
