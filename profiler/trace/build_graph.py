@@ -40,7 +40,8 @@ _WORK = ("flops", "matmul_bytes", "other_bytes")
 _KINDS = Recompute.NOTHING, Recompute.EVERYTHING, Recompute.SELECTIVE
 """What is recomputed in the passes of a graph, in the order of the fields that hold what was measured."""
 _NONE, _SELECTIVE = frozenset[Recompute](), frozenset({Recompute.SELECTIVE})
-_ALL = frozenset(Recompute) - {Recompute.NOTHING}
+_EVERY = frozenset(Recompute)
+_ALL = _EVERY - {Recompute.NOTHING}
 
 
 def assemble(
@@ -83,21 +84,15 @@ def assemble(
     run = sorted({call.block for call in first.calls if call.block is not None})
     block_of = {execution: index for index, execution in enumerate(run)}
     paths = [first.executions[execution].path for execution in run]
-    never = {
-        execution: _ALL if path in rerun else _SELECTIVE if path in partly else _NONE
-        for execution, path in zip(run, paths, strict=True)
-    }
-    kinds = [
-        *zip((Recompute.EVERYTHING, Recompute.SELECTIVE, *_KINDS), (recomputed, selective, *apart_passes), strict=True)
-    ]
-    found, fitted = [], dict[tuple[int, ...], Call]()
+    ways = [_ALL if path in rerun else _SELECTIVE if path in partly else _NONE for path in paths]
+    never = dict(zip(run, ways, strict=True))
+    kinds = list(zip((*_KINDS[1:], *_KINDS), (recomputed, selective, *apart_passes), strict=True))
+    found, fitted = list[Call](), dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
         block = None if record.block is None else block_of[record.block]
+        barred = _EVERY if record.block is None else never[record.block]
         again, selected, *apart_runs = (
-            {}
-            if record.block is None or how in never[record.block]
-            else {size: one.calls[index] for size, one in runs.items()}
-            for how, runs in kinds
+            {size: one.calls[index] for size, one in runs.items() if how not in barred} for how, runs in kinds
         )
         records = [record, *others, *(one for runs in (again, selected, *apart_runs) for one in runs.values())]
         same = tuple(id(one.forward) for one in records)  # replayed calls share it
@@ -108,15 +103,11 @@ def assemble(
             fitted[same] = replace(call, apart=_apart(call, apart_runs, inputs))
         sharers = tuple(sorted(block_of[one] for one in record.sharers))
         found.append(replace(fitted[same], operator=position[record.operator], block=block, sharers=sharers))
-    readers = {call.operator for call in found if call.reads_parameters}
-    # Read in calls of others alone: all of its calls stand for that.
-    found = [call if call.operator in readers else replace(call, reads_parameters=True) for call in found]
+    found = _all_read(found)
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
-    reruns = [(how, runs) for how, runs in kinds if how]
-    blocks = _blocks(module, operators, calls, passes, reruns, never, waiting, let_go)
-    named = dict(module.named_parameters())
+    blocks = _blocks(module, operators, calls, passes, [one for one in kinds if one[0]], never, waiting, let_go)
     return ModelGraph(
         name=source.name,
         precision=precision,
@@ -126,13 +117,21 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=_fingerprint(operators, calls, blocks, precision, source.sequence_length),
-        outside=tuple(one for name in held_whole(module, groups) for one in _parts(name, named[name], dtypes[name])),
+        outside=tuple(
+            one for name in held_whole(module, groups) for one in _parts(name, module.get_parameter(name), dtypes[name])
+        ),
         buffers=_buffers(module),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
         uncalled=tuple(_uncalled(first, {index: groups[index] for index in order})),
         left_bytes=_charged([one.left for one in passes.values()], sizes),
         cycle_bytes=_charged([_most_in_cycles(size, passes, recomputed, selective) for size in sizes], sizes),
     )
+
+
+def _all_read(calls: Sequence[Call]) -> list[Call]:
+    """Return calls of which some read each operator's parameters: if only others' do, all of its own."""
+    readers = {call.operator for call in calls if call.reads_parameters}
+    return [call if call.operator in readers else replace(call, reads_parameters=True) for call in calls]
 
 
 def _uncalled(one: Pass, groups: Mapping[int, Group]) -> Iterator[str]:

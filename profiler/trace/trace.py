@@ -9,7 +9,7 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -168,18 +168,7 @@ def _traced(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
-    if run.rerun:
-        count = len({block.name for block in graph.blocks})
-        what = (
-            f"the model itself runs {len(run.rerun)} of {count} blocks again in its backward, which no plan recomputes"
-        )
-        notes.append(f"{what}: {_listed(run.rerun) if len(run.rerun) == count else ', '.join(run.rerun)}")
-    if settings.device_type in asked:
-        copies_bytes = sum(2 * one.numel for operator in graph.operators for one in operator.parameters)
-        notes.append(
-            "the model asks for torch.autocast, which is not traced, and which keeps copies of weights from forward to "
-            f"backward: leave a headroom of up to {format_bytes(copies_bytes)}, or plan in bf16 without it"
-        )
+    notes += _notes_on_running(graph, run.rerun, asks_autocast=settings.device_type in asked)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
@@ -199,6 +188,21 @@ def _traced(
         )
     graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
+
+
+def _notes_on_running(graph: ModelGraph, rerun: Collection[str], *, asks_autocast: bool) -> Iterator[str]:
+    """Yield what to know of blocks that the model itself runs again, and of copies that autocast makes."""
+    if rerun:
+        count = len({block.name for block in graph.blocks})
+        names = _listed(rerun) if len(rerun) == count else ", ".join(rerun)
+        what = f"the model itself runs {len(rerun)} of {count} blocks again in its backward, which no plan recomputes"
+        yield f"{what}: {names}"
+    if asks_autocast:
+        copies_bytes = sum(2 * one.numel for operator in graph.operators for one in operator.parameters)
+        yield (
+            "the model asks for torch.autocast, which is not traced, and which keeps copies of weights from forward to "
+            f"backward: leave a headroom of up to {format_bytes(copies_bytes)}, or plan in bf16 without it"
+        )
 
 
 def _listed(names: Iterable[str]) -> str:
