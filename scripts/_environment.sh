@@ -91,15 +91,16 @@ make_venv() {
 unreachable='NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError'
 unreachable="$unreachable|RemoteDisconnected|Connection refused|Network is unreachable|Temporary failure"
 
-# pip_install ARGUMENTS: with progress bars on a terminal, and elsewhere silent unless it fails.
+# pip_install ARGUMENTS: with progress bars on a terminal, and elsewhere silent unless it fails.  Python compiles the few
+# modules that are imported; pip would compile all of them, one after the other.
 pip_install() {
     log=$venv/osdp-install.log
     rm -f "$log"
     set -- --disable-pip-version-check "$@"
     if [ -t 1 ] && [ -t 2 ]; then
-        "$venv/bin/python" -m pip install --log "$log" "$@" && return 0
+        "$venv/bin/python" -m pip install --no-compile --log "$log" "$@" && return 0
     else
-        "$venv/bin/python" -m pip install --quiet --progress-bar off "$@" >"$log" 2>&1 && return 0
+        "$venv/bin/python" -m pip install --no-compile --quiet --progress-bar off "$@" >"$log" 2>&1 && return 0
         say "pip failed; the end of its output, which is in $log:"
         tail -n 20 "$log" | sed 's/^/    /' >&2
     fi
