@@ -37,7 +37,7 @@ def fsdp2_code(found: Expressible) -> str:
     _check(schedule, graph)
     body = _by_ddp(schedule) if schedule.by_ddp else _by_fully_shard(schedule, graph)
     blocks = _recomputation(schedule)
-    used = helpers.needed("\n".join([*blocks, *body]))
+    used = helpers.needed("\n".join([*blocks, *body]), has_buffers=bool(graph.buffers))
     lines = [
         f'"""{helpers.DOCSTRING}"""',
         "",
@@ -60,9 +60,7 @@ def fsdp2_code(found: Expressible) -> str:
 def _check(schedule: Schedule, graph: ModelGraph) -> None:
     trained = [parameter.name for parameter in graph.outside if parameter.trainable]
     if trained and not schedule.by_ddp:
-        what = (
-            "fully_shard cannot hold trained parameters without dimensions or elements, or of another dtype than their"
-        )
+        what = "fully_shard cannot hold trained parameters without dimensions or elements, or of another dtype than"
         advice = "give them one dimension, freeze those without elements, or plan with *=replicate"
         raise OsdpError(f"{what} their module's", got=", ".join(trained[:5]), advice=advice)
     odd = [operator.name for operator in graph.operators if "parametrizations" in operator.name.split(".")]
@@ -298,5 +296,6 @@ def _statements(calls: Sequence[_Call]) -> list[str]:
             modules = [f"get_module(model, {quoted(call.modules[0])}),"]
         else:
             modules = ["[", *(f"{INDENT}get_module(model, {quoted(path)})," for path in call.modules), "],"]
-        lines += ["fully_shard(", *(INDENT + line for line in modules), *keywords, ")"]
+        name = "fully_shard" if len(call.modules) == 1 else "shard_together"
+        lines += [f"{name}(", *(INDENT + line for line in modules), *keywords, ")"]
     return lines

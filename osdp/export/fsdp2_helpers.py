@@ -29,6 +29,37 @@ def recompute(block: nn.Module, early_stop: bool = True) -> None:
     block.forward = checkpointed
 '''
 
+AS_FIRST_RUN = '''\
+def as_first_run(block: nn.Module, forward: Any) -> Any:
+    """Return a forward that finds buffers as they were when it runs again.
+
+    And leaves them as they are: statistics of batch norm count a batch once.
+    """
+    places = [(one, name) for one in block.modules() for name in one._buffers]
+    before: dict[Any, torch.Tensor] = {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        now = {(one, name): getattr(one, name) for one, name in places}
+        now = {place: buffer for place, buffer in now.items() if buffer is not None}
+        if not before:  # the first time, or nothing changes
+            old = {place: (one._version, one.clone()) for place, one in now.items()}
+            output = forward(*args, **kwargs)
+            for (one, name), (version, copy) in old.items():
+                buffer = getattr(one, name)
+                if buffer is not now[one, name] or buffer._version != version:
+                    before[one, name] = copy
+            return output
+        for (one, name), copy in before.items():
+            setattr(one, name, copy.clone())
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for one, name in before:
+                setattr(one, name, now[one, name])
+
+    return run
+'''
+
 RECOMPUTE_SELECTIVELY = '''\
 def recompute_selectively(block: nn.Module) -> None:
     """Let all of a block but matrix products and attention run again in backward.
@@ -71,6 +102,26 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
             given = kwargs.get("dropout_p", argument.default_value)
             keep = not (args[position] if position < len(args) else given)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+'''
+
+SHARD_TOGETHER = '''\
+def shard_together(modules: list[nn.Module], **options: Any) -> None:
+    """Shard modules as one unit, gathered before the backward of any of them.
+
+    Of several modules FSDP2 hooks the last alone, and that may have no backward.
+    """
+    fully_shard(modules, **options)
+
+    def gather(gradient: torch.Tensor) -> None:
+        modules[0].unshard()
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for one in tree_leaves(output):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(gather)
+
+    for module in modules:
+        module.register_forward_hook(hook)
 '''
 
 HOLD_WHOLE = '''\
@@ -121,6 +172,8 @@ HELPERS = {
     "recompute": RECOMPUTE,
     "recompute_selectively": RECOMPUTE_SELECTIVELY,
     "keep_products": KEEP_PRODUCTS,
+    "as_first_run": AS_FIRST_RUN,
+    "shard_together": SHARD_TOGETHER,
     "hold_whole": HOLD_WHOLE,
     "keep_in_fp32": KEEP_IN_FP32,
     "cast_inputs": CAST_INPUTS,
@@ -138,6 +191,7 @@ IMPORTS = (
     ("torch.distributed.fsdp", "fully_shard"),
     ("torch.nn.modules.batchnorm", "_NormBase"),
     ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.utils._pytree", "tree_leaves"),
     ("torch.utils._pytree", "tree_map"),
     ("torch.utils.checkpoint", "CheckpointPolicy"),
     ("torch.utils.checkpoint", "checkpoint"),
@@ -154,14 +208,22 @@ def _uses(text: str, name: str) -> bool:
     return re.search(rf"(?<![\w.\"']){name}\b(?!\")", code) is not None
 
 
-def needed(text: str) -> list[str]:
-    """Return the helpers that code calls, and those that these call."""
+def needed(text: str, has_buffers: bool) -> list[str]:
+    """Return the helpers that code calls, and those that these call; `has_buffers`: a rerun may change some."""
+    helpers = {name: _with_buffers(helper) if has_buffers else helper for name, helper in HELPERS.items()}
     names: list[str] = []
-    for name in HELPERS:
-        called = f"{text}\n" + "\n".join(HELPERS[other] for other in names)
+    for name in helpers:
+        called = f"{text}\n" + "\n".join(helpers[other] for other in names)
         if _uses(called, name):
             names.append(name)
-    return [HELPERS[name].rstrip() for name in names]
+    return [helpers[name].rstrip() for name in names]
+
+
+def _with_buffers(helper: str) -> str:
+    """Return a helper in which what is checkpointed finds buffers as they were."""
+    helper = helper.replace("checkpoint(forward,", "checkpoint(run,").replace(f"{16 * ' '}forward,", f"{16 * ' '}run,")
+    start = "    def checkpointed(*args: Any, **kwargs: Any) -> Any:\n"
+    return helper.replace(start, f"{start}        run = as_first_run(block, forward)\n")
 
 
 def imports(text: str) -> list[str]:

@@ -35,6 +35,9 @@ PLAIN_WRAPPING = "fully_sharded"
 SHOWN = 3
 """Places that a message names for each replacement."""
 
+RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
+"""Layers of `torch.nn` whose kernels are several operations."""
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -84,10 +87,14 @@ def expressible(view: OpenPlan, *, nearest: bool) -> Expressible:
         again = {*plan.recomputed_blocks, *offloaded}
         whole = [block.name for block in graph.blocks if block.name in again]
         changed = replace(changed, recomputed_blocks=whole, offloaded_blocks=[])
-    if several := _selective_of_several_units(changed, graph, cluster):
-        found.append(Replacement("selective recomputation of several units", "recomputation of the block", several))
-        selective = [name for name in plan.selectively_recomputed_blocks if name not in several]
-        again = {*changed.recomputed_blocks, *several}
+    several = _selective_of_several_units(changed, graph, cluster)
+    recurrent = tuple(name for name in _selective_of_recurrent_layers(changed, graph) if name not in several)
+    for what, blocks in (("several units", several), ("recurrent layers", recurrent)):
+        if not blocks:
+            continue
+        found.append(Replacement(f"selective recomputation of {what}", "recomputation of the block", blocks))
+        selective = [name for name in changed.selectively_recomputed_blocks if name not in blocks]
+        again = {*changed.recomputed_blocks, *blocks}
         whole = [block.name for block in graph.blocks if block.name in again]
         changed = replace(changed, recomputed_blocks=whole, selectively_recomputed_blocks=selective)
     if not found:
@@ -143,3 +150,14 @@ def _selective_of_several_units(plan: Plan, graph: ModelGraph, cluster: Cluster)
     schedule = compile_plan(plan, graph, cluster)
     whole = {unit.modules[0] for unit in schedule.units if len(unit.modules) == 1}
     return () if schedule.by_ddp else tuple(name for name in schedule.recomputed if name in schedule.selective - whole)
+
+
+def _selective_of_recurrent_layers(plan: Plan, graph: ModelGraph) -> tuple[str, ...]:
+    """Return the selectively recomputed blocks with recurrent layers.
+
+    Their kernels on CPUs change in place what products return, which PyTorch's selective checkpoints keep changed, and
+    do not notice (seen on 2.13).
+    """
+    recurrent = {one.block for one in graph.operators if one.kind in RECURRENT}
+    names = {block.name for index, block in enumerate(graph.blocks) if index in recurrent}
+    return tuple(name for name in plan.selectively_recomputed_blocks if name in names)
