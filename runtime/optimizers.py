@@ -1,7 +1,6 @@
 """The optimizers that plans name, in PyTorch.
 
-What FSDP2 shards are DTensors, which `torch.optim` steps one by one unless it is told to fuse, and whose dispatch takes
-longer than the step.  `osdp train` steps fused on what they hold on the rank.
+What FSDP2 shards are DTensors, whose dispatch takes longer than the step: all step on what they hold on the rank.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,16 +15,23 @@ from torch import Tensor
 from planner import optimizers
 from profiler.byte_sizes import allocated_bytes
 from runtime.local_shards import local_data
-from runtime.torch_compat import on_local_tensors
+from runtime.step.local_steps import step_on_local_tensors
 
-_Adam, _AdamW = on_local_tensors(torch.optim.Adam), on_local_tensors(torch.optim.AdamW)
+
+def _on_local_tensors(kind: Any, parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(parameters, **settings)
+    step_on_local_tensors(optimizer)
+    return optimizer
+
+
+_Adam, _AdamW = partial(_on_local_tensors, torch.optim.Adam), partial(_on_local_tensors, torch.optim.AdamW)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "fused_adam": partial(_Adam, fused=True),
     "fused_adamw": partial(_AdamW, fused=True),
-    "fused_sgd": partial(on_local_tensors(torch.optim.SGD), fused=True),
+    "fused_sgd": partial(_on_local_tensors, torch.optim.SGD, fused=True),
 }
 """Takes parameters, and settings by name; without settings they are what the planner counts with."""
 

@@ -26,7 +26,6 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     gathered                     no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor, placed       `DTensor.from_local` moves its tensor to the mesh's device
-    on_local_tensors             optimizers step DTensors one by one, and lists of them are dispatched slowly
     is_fake                      no public name tells whether a tensor has data
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
@@ -426,22 +425,6 @@ def take_held(module: FSDPModule) -> None:
         if getattr(one.sharded_param, "_holds_another", False):
             one.sharded_param._holds_another = False
             one.reset_sharded_param()
-
-
-def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return an optimizer's class that steps on what DTensors hold on this rank; its states are laid out as before.
-
-    For `torch.optim` classes whose `_init_group` lists a group's parameters, gradients and states for the step (the
-    same in 2.11 and 2.13, run), and that replace no state in a step.
-    """
-
-    def _init_group(self: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
-        found = cast(Any, kind)._init_group(self, group, *lists)
-        for tensors in lists:
-            tensors[:] = [held_tensor(tensor) for tensor in tensors]
-        return found
-
-    return type(kind.__name__, (kind,), {"_init_group": _init_group, "__doc__": kind.__doc__})
 
 
 def no_modes() -> AbstractContextManager[None]:

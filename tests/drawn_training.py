@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from toys import seeded
 
-from runtime.torch_compat import on_local_tensors
-
 
 @dataclass
 class Side:
@@ -282,4 +280,4 @@ def _optimizer(side: Side, kind: str, groups: Sequence[tuple[Sequence[str], floa
     made = [{"params": side.parameters(prefixes), "lr": rate} for prefixes, rate in groups]
     if kind == "sgd":
         return torch.optim.SGD(made, momentum=0.5)
-    return on_local_tensors(torch.optim.AdamW)(made, eps=0.1, foreach=False)
+    return torch.optim.AdamW(made, eps=0.1, foreach=False)

@@ -28,7 +28,6 @@ from osdp.wrapped_once import PAGE
 from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard
 from runtime.state import checkpoint
-from runtime.torch_compat import on_local_tensors
 
 FOLDER, SCHEDULER = "osdp", "scheduler.pt"
 """Parts of a checkpoint."""
@@ -110,16 +109,9 @@ class OsdpTrainer(Trainer):
         """
         if self.optimizer is not None:
             return super().create_optimizer(model)
-        if self.optimizer_cls_and_kwargs is not None:
-            self.optimizer_cls_and_kwargs = _over_all_meshes(*self.optimizer_cls_and_kwargs)
         optimizer = super().create_optimizer(model)
         optimizer.param_groups = _joined(optimizer.param_groups)
         return optimizer
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Return the optimizer's class and settings, by the name that the arguments have of it."""
-        return _over_all_meshes(*Trainer.get_optimizer_cls_and_kwargs(args, model))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch; the last of a step reduces, whatever the plan's accumulation is."""
@@ -203,12 +195,6 @@ def _check(args: TrainingArguments) -> None:
     if args.save_only_model and args.load_best_model_at_end:
         what, got = "the best model cannot be loaded from what save_only_model saves", "load_best_model_at_end=True"
         raise OsdpError(what, got=got, expected="one of the two", advice="leave save_only_model out")
-
-
-def _over_all_meshes(kind: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return an optimizer's class and settings, so that it steps at once over parameters of several meshes."""
-    at_once = settings.get("fused") or settings.get("foreach")
-    return on_local_tensors(kind) if at_once else kind, settings
 
 
 def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

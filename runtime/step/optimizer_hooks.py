@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from profiler.errors import OsdpError
 from runtime.dtensor_rows import laid_out_as, own_rows
 from runtime.local_shards import LocalShard, local_data
+from runtime.step.local_steps import step_on_local_tensors
 from runtime.step.whole_steps import enter, guard_steps, is_within_itself, leave, out_of_it, outside
 
 WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
@@ -100,6 +101,8 @@ def _watch() -> None:
         _prepare(optimizer, has_closure)
         trained = _trained_by(optimizer)
         if trained:
+            if _whole_tensors(optimizer) is None:
+                step_on_local_tensors(optimizer)
             enter(optimizer, [one for model in trained for one in _slices[model]])
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,6 +210,11 @@ def _take_back(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter] = optimizer.state.pop(whole)
 
 
+def _whole_tensors(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return by which of the names of `WHOLE_TENSORS` an optimizer computes with whole tensors, if it does."""
+    return next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSORS), None)
+
+
 def _check_parameters(optimizer: torch.optim.Optimizer) -> dict[int, LocalShard]:
     """Return the shards of parameters that the optimizer needs whole and that one rank owns, by their identity.
 
@@ -215,7 +223,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> dict[int, LocalShard]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     watched = frozenset().union(*_watched.values())
     others = {id(one): one for one in parameters if id(one) not in watched}
-    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in WHOLE_TENSORS), None)
+    name = _whole_tensors(optimizer)
     owned = {
         id(shard.parameter): shard
         for model in (list(_watched) if name is not None and name not in ALL_TENSORS else ())

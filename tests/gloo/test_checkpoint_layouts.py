@@ -17,14 +17,13 @@ from torch.distributed.fsdp import fully_shard
 
 from runtime.local_shards import LocalShard, local_shard, whole
 from runtime.state.checkpoint import latest, load, save
-from runtime.torch_compat import on_local_tensors
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95)}
 
 
 def make_adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
     """Return what steps parameters one by one, and alike in every layout: the fused one does not to the last bit."""
-    return on_local_tensors(torch.optim.AdamW)(groups(net), **(ADAM | options))
+    return torch.optim.AdamW(groups(net), **(ADAM | options))
 
 
 def reference(steps: int) -> dict[str, Tensor]:

@@ -1,0 +1,97 @@
+"""Optimizers of `torch.optim` step as in one process, in every form, in one group over all strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from toys import plan_of, seeded
+
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
+
+STEPS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "Adadelta": {"lr": 1.0},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {"t0": 1},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "dampening": 0.5},
+}
+"""By class: settings that make all of its states."""
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+
+
+class Mixed(nn.Module):
+    """Layers under several strategies, beside parameters without dimensions and without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 5), nn.Linear(5, 6), nn.Linear(6, 1)
+        self.scale, self.none = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) -> a loss."""
+        y = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return (y * self.scale + self.none.sum()).pow(2).mean()
+
+
+STRATEGIES = {"first": "shard", "second": "owner", "last": "replicate"}
+
+
+def inputs(batch: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+    return (torch.randn(batch, 6),), {}
+
+
+def forms() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield classes and settings."""
+    for name, settings in KINDS.items():
+        for how in ("foreach", "fused") if name in FUSED else ("foreach",):
+            yield name, settings | {how: True}
+        yield name, settings | {"foreach": False}
+
+
+def train(rank: int) -> list[str]:
+    """Return what trained otherwise than in one process."""
+    from osdp import OSDP
+
+    graph = trace_model(ModelSource("mixed", Mixed, lambda _, batch: inputs(batch), 1))
+    wrong = []
+    for name, settings in forms():
+        plan = plan_of(Mixed(), "shard", STRATEGIES, ranks=(1, 2), graph=graph)
+        model, alone = OSDP(seeded(Mixed), plan, example_inputs=inputs), seeded(Mixed)
+        optimizers = [getattr(torch.optim, name)(one.parameters(), **settings) for one in (model, alone)]
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            (x,), _ = inputs(4)
+            for one, optimizer in zip((model, alone), optimizers, strict=True):
+                one(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        own, whole = optimizers[0].state, optimizers[1].state
+        for (path, held), kept in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            layouts = {key: type(value) for key, value in own[held].items() if value is not None and value.dim()}
+            if own[held].keys() != whole[kept].keys() or not set(layouts.values()) <= {type(held.data)}:
+                wrong.append(f"{name} {settings}: {path} has states {layouts}")
+        state = model.full_state_dict(rank0_only=False)
+        wrong += [
+            f"{name} {settings}: {path}"
+            for path, value in alone.state_dict().items()
+            if not torch.allclose(state[path], value, rtol=1e-5, atol=1e-6)
+        ]
+        before = seeded(Mixed).state_dict()
+        assert all(not torch.equal(value, before[path]) for path, value in state.items() if value.numel())
+    return wrong
+
+
+def test_every_form_steps_as_in_one_process() -> None:
+    assert run_ranks(train, 2) == [[], []]
