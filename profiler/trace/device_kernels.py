@@ -11,6 +11,8 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
 - GRU, RNN and what is left of LSTM: a CPU multiplies the inputs of all steps at once (`profiler.recurrent_layers`).
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
 - batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much.
+- batch norm: CPUs take an image of one pixel to be in rows, others go by its strides, so that what is made of the
+  result may have its channels last.
 - group norm: CPUs take images with their channels last as they are, others make a copy that is laid out in rows.
 """
 
@@ -48,6 +50,8 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
         chosen["group_norm"] = partial(_group_norm, device_type == "cpu")
     if device_type == "cpu" and run_on == "meta":
         chosen["lstm.input"] = _lstm
+    if device_type == "cpu":
+        chosen["batch_norm"] = _batch_norm
     if device_type == "cuda":
         chosen["dropout"] = _masked_dropout
     # What batch norm keeps is as large, whether ranks exchange its statistics or not; on a CPU they cannot.
@@ -105,6 +109,23 @@ def _lstm(x: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if train and p > 0.0 else x
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    if x.is_contiguous() and channels_last_format(x) is not torch.contiguous_format:
+        x = x.view(-1).view(x.shape)
+    out: Tensor = aten.native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
+    return out
 
 
 def _group_norm(

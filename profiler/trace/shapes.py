@@ -61,9 +61,10 @@ def _is_row_major(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
+def _may_be_channels_last(tensor: Tensor) -> bool:
+    """Return whether its memory is that of an image with its channels last; if it has one pixel, of one in rows too."""
     wanted = _CHANNELS_LAST.get(tensor.dim())
-    return wanted is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=wanted)
+    return wanted is not None and tensor.is_contiguous(memory_format=wanted)
 
 
 # --- matrix products ------------------------------------------------------------------------------
@@ -137,15 +138,20 @@ def _like(x: Tensor) -> Layout | None:
     return contiguous(x.shape, x.dtype) if _is_row_major(x) else None
 
 
+def _as_laid_out(x: Tensor) -> Layout | None:
+    """Return the layout of a tensor in rows, its strides of dimensions of size 1 among it, which kernels go by."""
+    return Layout(tuple(x.shape), x.stride(), x.dtype) if _is_row_major(x) else None
+
+
 def _ones_like(x: Tensor, **options: Any) -> Layout | None:
     wanted = {key for key, value in options.items() if value not in (None, False, torch.preserve_format)}
-    return None if wanted else _like(x)
+    return None if wanted else _as_laid_out(x)
 
 
 def _clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Layout | None:
     if memory_format == torch.contiguous_format:
         return contiguous(x.shape, x.dtype)
-    return _like(x) if memory_format in (None, torch.preserve_format) else None
+    return _as_laid_out(x) if memory_format in (None, torch.preserve_format) else None
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Layout | None:
@@ -192,7 +198,7 @@ def _batch_norm(
     dtypes = {one.dtype for one in (weight, bias, mean, var) if one is not None} or {x.dtype}
     alike = dtypes == {x.dtype} and x.dtype in (torch.float32, torch.float64)
     mixed = dtypes == {torch.float32} and x.dtype == torch.bfloat16
-    if not train or not _is_row_major(x) or not (alike or mixed):
+    if not train or not _is_row_major(x) or _may_be_channels_last(x) or not (alike or mixed):
         return None
     statistics = contiguous(x.shape[1:2], *dtypes)
     return [contiguous(x.shape, x.dtype), statistics, statistics]
@@ -302,7 +308,7 @@ def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Layout | None:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:
     first = tensors[0]
-    if any(t.dtype != first.dtype or t.dim() != first.dim() or _is_channels_last(t) for t in tensors):
+    if any(t.dtype != first.dtype or t.dim() != first.dim() or _may_be_channels_last(t) for t in tensors):
         return None
     if not -first.dim() <= dim < first.dim():
         return None
@@ -316,7 +322,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:
     first = tensors[0]
-    if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in tensors):
+    if any(t.shape != first.shape or t.dtype != first.dtype or _may_be_channels_last(t) for t in tensors):
         return None
     shape = list(first.shape)
     shape.insert(dim % (first.dim() + 1), len(tensors))
@@ -326,7 +332,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Layout | None:
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> Layouts | None:
     if not _is_row_major(x) or not train:
         return None
-    return [contiguous(x.shape, x.dtype), contiguous(x.shape, torch.bool)]
+    return [contiguous(x.shape, x.dtype), Layout(tuple(x.shape), x.stride(), torch.bool)]
 
 
 def _sized(grad: Tensor, sizes: Sequence[int], *rest: Any) -> Layout | None:

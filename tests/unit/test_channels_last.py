@@ -95,3 +95,38 @@ def test_memory_of_images(part: Callable[[], nn.Module], recomputes: bool) -> No
     plan = plan_of(graph, machine, choices, again if recomputes else (), micro_batch=3)
     found = compare(plan, source, graph, machine, with_data=True)
     assert -0.002 <= found.error <= 0.01
+
+
+class Pooled(nn.Module):
+    """Adds up an image and what is made of its one pixel, normed and blown up again, for a layer of many parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pixel = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 1, bias=False)
+        self.norm, self.mix, self.head = (
+            nn.BatchNorm2d(WIDTH),
+            nn.Conv2d(WIDTH, 4 * WIDTH, 3),
+            nn.Conv2d(4 * WIDTH, 3, 1),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 3, SIDE, SIDE) -> a loss."""
+        x = self.stem(images).contiguous(memory_format=torch.channels_last)
+        pixel = F.relu_(self.norm(self.pixel(F.adaptive_avg_pool2d(x, 1))))
+        blown_up = F.interpolate(pixel, size=(4, 4), mode="bilinear")
+        return self.head(self.mix(blown_up)).pow(2).mean()
+
+
+@pytest.mark.parametrize(("device_type", "with_data"), [("cpu", True), ("cpu", False), ("cuda", False)])
+def test_memory_of_pooled_images(device_type: str, with_data: bool) -> None:
+    """A GPU lays out what follows an image of one pixel with its channels last, and then copies a gradient; a CPU does
+    not.  What is copied is 144 KiB of 800 KiB."""
+    inputs = lambda _, batch: ((torch.randn(batch, 3, 4, 4),), {})  # noqa: E731
+    source, machine = ModelSource("pooled", Pooled, inputs, 1), cluster(1, 4)
+    graph = trace_model(source, device_type=device_type)
+    plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=3)
+    found = compare(plan, source, graph, machine, with_data=with_data, device_type=device_type)
+    assert -0.002 <= found.error <= 0.02
+    layer = next(call for call in graph.calls if graph.operators[call.operator].name == "mix")
+    copies = layer.backward_peak_bytes(3) >= 2 * 4 * 4 * WIDTH * WIDTH * 9
+    assert copies == (device_type == "cuda")

@@ -111,6 +111,12 @@ def test_every_elementwise_op_of_torch(kind: str) -> None:
     assert sure >= {"float": 120, "transposed": 120, "mixed": 120, "integer": 15, "boolean": 15}[kind]
 
 
+def as_pixel(channels: Tensor) -> Tensor:
+    """Return an image of one pixel with its channels last in memory, which is laid out in rows all the same."""
+    batch, count = channels.shape
+    return channels.as_strided((batch, count, 1, 1), (count, 1, count, count))
+
+
 def norm_arguments(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return float_or(dtype, 2, 3, 4), float_or(dtype, 4), float_or(dtype, 4)
 
@@ -235,6 +241,10 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[torch._ops.OpOverload, list[Any]
     yield aten.clone.default, [f(3, 1).expand(3, 4)], {"memory_format": torch.contiguous_format}
     yield aten.empty_like.default, [f(2, 3)], {}
     yield aten.native_dropout.default, [f(2, 3), 0.5, True], {}
+    pixel = as_pixel(f(2, 3))
+    for like in (aten.ones_like, aten.zeros_like, aten.empty_like, aten.clone):
+        yield like.default, [pixel], {}
+    yield aten.native_dropout.default, [pixel, 0.5, True], {}
     yield aten.select_backward.default, [f(3, 4), [2, 3, 4], 0, 1], {}
     yield aten.slice_backward.default, [f(2, 1, 4), [2, 3, 4], 1, 0, 1, 1], {}
     yield aten.tril.default, [f(3, 4)], {}
@@ -282,6 +292,13 @@ def test_every_rule(dtype: torch.dtype) -> None:
         (aten.clone.default, [torch.rand(3, 4).t()], {}),
         (aten.clone.default, [torch.rand(2, 3, 4, 4)], {"memory_format": torch.channels_last}),
         (aten.add.Tensor, [torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)] * 2, {}),
+        (aten.cat.default, [[as_pixel(torch.rand(2, 3))] * 2, 1], {}),
+        (aten.stack.default, [[as_pixel(torch.rand(2, 3))] * 2], {}),
+        (
+            aten.native_batch_norm.default,
+            [as_pixel(torch.rand(2, 3)), None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5],
+            {},
+        ),
         (aten.mm.default, [torch.rand(3, 4), torch.rand(5, 4)], {}),
         (aten.sum.dim_IntList, [torch.arange(3), [0]], {}),
         (aten.sum.default, [torch.arange(3)], {}),
