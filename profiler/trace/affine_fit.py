@@ -30,6 +30,9 @@ FOURTH = 8
 """Micro-batch that is measured where they give none; as far from the third as the others are from each other."""
 SINGLE = 1
 """Micro-batch that is a case of its own; some models cannot run it (batch norm after pooling)."""
+BEYOND = 33
+"""Micro-batch that is measured where that at `SINGLE` is on no line, which may be one of steps that the others miss: of
+half the samples, rounded down, they are 1, 2 and 3, as of 0.6 of them."""
 ALL_SIZES = (*SIZES, SINGLE)
 """Order of all measurements where lines are found; the last may be missing."""
 TOLERANCE = 0.005

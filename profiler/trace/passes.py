@@ -16,7 +16,8 @@ from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
-from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES
+from profiler.trace.affine_fit import BEYOND, FOURTH, SINGLE, SIZES, TOLERANCE, exact_line, line
+from profiler.trace.call_records import CallRecord
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
@@ -83,6 +84,9 @@ def run_sizes(
             passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
+        if FOURTH not in passes and not _is_single_on_line(passes):
+            with suppress(ModelError):
+                _check_beyond(runner, passes, runner.run(BEYOND))
     can_recompute = trains(module) and any(block not in runner.rerun for block in runner.blocks)
     recomputed, failures = _run_recomputed(runner, passes) if can_recompute else ({}, {})
     apart = dict[Recompute, dict[int, Pass]]()
@@ -111,6 +115,30 @@ def run_sizes(
         runner.partly,
         let_go,
     )
+
+
+def _flops(calls: Sequence[CallRecord]) -> list[int]:
+    return [tally.flops for call in calls for tally in (call.forward, call.backward)]
+
+
+def _is_single_on_line(passes: Mapping[int, Pass]) -> bool:
+    """Return whether a micro-batch of one sample has the FLOPs of the line through others; not so if it has not run."""
+    if SINGLE not in passes:
+        return False
+    smallest, second, single = (_flops(passes[size].calls) for size in (*SIZES[:2], SINGLE))
+    of_calls = zip(smallest, second, single, strict=False)
+    return all(abs(line((a, b), SIZES[:2])(SINGLE) - one) <= TOLERANCE * one for a, b, one in of_calls)
+
+
+def _check_beyond(runner: _Runner, passes: Mapping[int, Pass], beyond: Pass) -> None:
+    """Raise StepsError if a micro-batch beyond the others has more FLOPs than the line through them says."""
+    measured = [passes[size].calls for size in SIZES]
+    for *calls, call in zip(*measured, beyond.calls, strict=False):
+        name = runner.groups[call.operator].modules[0]
+        *flops, most = (_flops([one]) for one in (*calls, call))
+        for values in zip(*flops, most, strict=True):
+            if values[-1] > line(values[:-1], SIZES)(BEYOND):
+                exact_line(values, f"the number of FLOPs of `{name}`", (*SIZES, BEYOND))
 
 
 _OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from rehearsals import compare, plan_of
+from synthetic import cluster
 from torch import Tensor, nn
 from trace_models import MLP, source
 
@@ -240,6 +242,40 @@ def test_samples_that_interact_in_threes_are_not_linear() -> None:
     assert "2" in error.got
     assert "fix the micro-batch" in error.advice
     assert not trace_model(source(Contrastive, (8,)), micro_batch=5).calls[0].saved_bytes.per_sample
+
+
+class SomeRows(nn.Module):
+    """Blocks that run for some of the samples, as with stochastic depth by batch, or for some of their rows."""
+
+    def __init__(self, chosen: Callable[[int], int], width: int = 8) -> None:
+        super().__init__()
+        self.chosen, self.blocks = chosen, nn.ModuleList(MLP(width, 4 * width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, rows, width) -> a loss."""
+        for block in self.blocks:
+            rows = self.chosen(len(x))
+            x = torch.cat([x[:rows] + block(x[:rows]), x[rows:]])
+        return x.pow(2).sum()
+
+
+@pytest.mark.parametrize("chosen", [lambda n: max(1, int(0.6 * n)), lambda n: int(0.55 * n), lambda n: (n + 1) // 2])
+def test_shares_of_the_batch_that_even_micro_batches_do_not_show(chosen: Callable[[int], int]) -> None:
+    """Of 2, 4 and 6 samples, these are 1, 2 and 3; of 21 they are 12 and 11, where the line says 10 and a half."""
+    model = source(lambda: SomeRows(chosen, 64), (16, 64))
+    with pytest.raises(OsdpError, match="does not grow linearly") as refused:
+        trace_model(model)
+    assert "at 33" in refused.value.got
+    assert "fix the micro-batch" in refused.value.advice
+    graph, machine = trace_model(model, micro_batch=21), cluster(1, 4)
+    plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=21)
+    assert -0.002 <= compare(plan, model, graph, machine).error <= 0.01
+
+
+@pytest.mark.parametrize("chosen", [lambda n: n // 2, lambda n: max(1, n // 2)])
+def test_shares_that_are_never_above_the_line_are_planned(chosen: Callable[[int], int]) -> None:
+    graph = trace_model(source(lambda: SomeRows(chosen), (2, 8)))
+    assert graph.calls[0].forward.matmul_flops(100) >= 50 * 2 * 2 * 8 * 32
 
 
 def test_a_loop_over_the_batch() -> None:
