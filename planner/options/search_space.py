@@ -231,9 +231,10 @@ class Space:
     def resting_bytes(
         self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
     ) -> int:
-        """Return the bytes of operators that are never called: parameters, and no gradients."""
-        units = self._unit_costs(load, mean)
-        return sum(units((o,), strategy, o in elsewhere)[0].parameters for o, strategy in idle.items())
+        """Return the bytes of operators that are never called: parameters and windows, and no gradients."""
+        costs = self._unit_costs(load, mean)
+        units = [costs((o,), strategy, o in elsewhere)[0] for o, strategy in idle.items()]
+        return sum(unit.parameters + unit.window for unit in units)
 
     def _unit_costs(
         self, load: Workload, mean: bool = False, variant: object = None, model: StagedModel | None = None

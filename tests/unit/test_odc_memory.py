@@ -8,8 +8,11 @@ import pytest
 from rehearsals import compare, graph_of, plan_of, source
 from synthetic import cluster
 from thoroughness import some
+from torch import Tensor, nn
+from trace_models import source as source_of
 
 from profiler.cluster.cluster import Cluster
+from profiler.trace.trace import trace_model
 
 
 def ranks_on_cpu(nodes: int, ranks_per_node: int) -> Cluster:
@@ -49,3 +52,23 @@ def test_windows_are_held_as_predicted(
     accumulators = group if name == "odc_ordered" else 1
     window = (4 * accumulators + (4 if precision == "fp32" else 2)) * numel / group
     assert found.rest_bytes - other.rest_bytes == pytest.approx(window, rel=0.05)
+
+
+class Headless(nn.Module):
+    """A layer that runs, and a larger one that never does, as heads of encoders that a decoder follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(256, 256), nn.Linear(256, 2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 256) -> a loss."""
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("choice", ["odc:4", "odc_ordered:2"])
+def test_layers_that_never_run_have_windows(choice: str) -> None:
+    model, machine = source_of(Headless, (256,)), ranks_on_cpu(1, 4)
+    graph = trace_model(model)
+    plan = plan_of(graph, machine, {operator.name: choice for operator in graph.operators})
+    assert -0.002 <= compare(plan, model, graph, machine).error <= 0.01
