@@ -129,9 +129,10 @@ class ReplicatedModel(WrappedUnit):
         if not self.is_last:
             return
         self.came.append(parameter)
-        if not self.overlaps:
-            return
         bucket = next(one for one in self.buckets if parameter in one.views)
+        if not self.overlaps:
+            bucket.take(parameter)  # where it may grow yet: beside the bucket it would take as much again
+            return
         if bucket.work is not None:
             what = "a parameter got a gradient twice in one backward, and only once in the first"
             raise OsdpError(
