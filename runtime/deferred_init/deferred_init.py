@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from profiler.computed_attributes import forget_computed
 from profiler.errors import OsdpError
+from profiler.plain_attributes import Replaced, plain_attributes, replaced
 from runtime.deferred_init.op_recorder import OpRecorder
 from runtime.deferred_init.op_tape import Ref, Tape
 
@@ -50,7 +51,7 @@ def record(build: Callable[[], nn.Module]) -> Recording:
 
     Whatever device the factory asks for, the values are made on the CPU. Tensors with data that it
     brings along are constants; one that shares its memory with NumPy must stay as it is until the
-    replay. Plain tensor attributes, which are neither parameters nor buffers, get their values at once;
+    replay. Tensors in plain attributes, which are neither parameters nor buffers, get their values at once;
     those that were computed of parameters get none (`profiler.computed_attributes`).
 
     A factory that puts the whole model on the meta device itself gets what `reset` gives.
@@ -106,18 +107,26 @@ def _without_data(module: nn.Module, recorder: OpRecorder) -> None:
 
 
 def _fill_attributes(module: nn.Module, recorder: OpRecorder) -> None:
-    """Compute the tensors that modules keep as plain attributes."""
-    done: dict[Ref, Tensor] = {}
+    """Compute the tensors that modules keep in plain attributes, alone or in containers."""
+    done, known = dict[Ref, Tensor](), Replaced()
+
+    def filled(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta or isinstance(tensor, nn.Parameter):  # `runtime.replaced_parameters` has the latter
+            return tensor
+        ref = recorder.ref(tensor.detach())
+        real = done.get(ref, recorder.tape.value(ref))
+        if real is None:
+            verb = "is" if isinstance(value, Tensor) else "holds"
+            what = f"{place} {verb} a random tensor and is neither parameter nor buffer"
+            expected = "random tensors as parameters or buffers only"
+            raise OsdpError(what, expected=expected, advice=f"register it: self.register_buffer({key!r}, ...)")
+        done[ref] = real
+        return real
+
     for name, owner in module.named_modules():
-        for key, value in vars(owner).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                ref = recorder.ref(value.detach())
-                real = done.get(ref, recorder.tape.value(ref))
-                if real is None:
-                    what = f"{name + '.' if name else ''}{key} is a random tensor and neither parameter nor buffer"
-                    expected = "random tensors as parameters or buffers only"
-                    raise OsdpError(what, expected=expected, advice=f"register it: self.register_buffer({key!r}, ...)")
-                done[ref] = vars(owner)[key] = real
+        for key, value in [*plain_attributes(owner)]:
+            place = f"{name + '.' if name else ''}{key}"
+            vars(owner)[key] = replaced(value, Tensor, filled, known)
 
 
 def reset(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

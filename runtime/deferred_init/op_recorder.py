@@ -237,10 +237,12 @@ def user_frame() -> str:
 
 
 def _changed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments that an op writes to, by its schema."""
+    """Return the arguments that an op writes to, by its schema; statistics of batch norm, of which it does not tell."""
     arguments = func._schema.arguments
     values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    if func is _aten.native_batch_norm.default:
+        written += ["running_mean", "running_var"]
     return tensors_of([values.get(name) for name in written])
 
 

@@ -177,7 +177,7 @@ class Memory:
         layout = (tensor.stride(), tensor.storage_offset(), storage.nbytes())
         if layout == (ref.strides, ref.offset, self._tape.storages[ref.storage].nbytes()):
             self._held[ref.storage] = storage
-        else:
+        elif tensor.numel():  # on a CPU batch norm leaves out statistics that an evaluation does not take
             self.view(ref).copy_(tensor)
 
 

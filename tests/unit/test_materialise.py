@@ -154,6 +154,14 @@ def works_on_the_cpu_by_name(model: Any) -> None:
     model.register_buffer("table", table)
 
 
+def runs_layers(*layers: nn.Module) -> nn.Module:
+    """Learn a width from what the layers return, as feature extractors do, and write their statistics so."""
+    layer = nn.Sequential(*layers)
+    with torch.no_grad():
+        width = layer(torch.linspace(-1, 2, 150).reshape(2, 3, 5, 5)).shape[1]
+    return nn.Sequential(layer, nn.Linear(width, 2))
+
+
 def under_bfloat16(build: Build) -> nn.Module:
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -217,6 +225,9 @@ RECORDED: dict[str, Build] = {
     "checkpoint": lambda: Model(loads_a_checkpoint),
     "constants": lambda: Model(wraps_constants),
     "cpu by name": lambda: Model(works_on_the_cpu_by_name),
+    "runs layers": lambda: runs_layers(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten()),
+    "runs layers in evaluation": lambda: runs_layers(nn.Flatten(), nn.BatchNorm1d(75).eval(), nn.BatchNorm1d(75)),
+    "runs instance norm": lambda: runs_layers(nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten()),
 }
 
 
@@ -265,6 +276,21 @@ def test_the_recorded_module_is_the_model() -> None:
 def test_plain_attributes_have_their_values() -> None:
     module = record(lambda: Model(lambda model: setattr(model, "angles", torch.arange(5.0).cos()))).module
     assert torch.equal(module.angles, torch.arange(5.0).cos())
+
+
+def test_tensors_in_plain_containers_have_their_values() -> None:
+    def fill(model: Any) -> None:
+        model.tokens = {"first": torch.arange(4).flip(0), "others": [torch.eye(2), (torch.ones(3), "name")]}
+        model.part = nn.Linear(2, 2)
+        model.part.tokens = model.tokens
+        model.tied = [model.part.weight]
+
+    module = record(lambda: Model(fill)).module
+    wanted: Any = Model(fill)
+    for found, value in zip(tree_leaves(module.tokens), tree_leaves(wanted.tokens), strict=True):
+        assert torch.equal(found, value) if isinstance(value, Tensor) else found == value
+    assert module.part.tokens is module.tokens
+    assert module.tied[0] is module.part.weight
 
 
 def test_uninitialised_memory_is_zero() -> None:
@@ -364,6 +390,8 @@ def test_meta_tensors_from_outside_are_refused() -> None:
 def test_random_plain_attributes_are_refused() -> None:
     with pytest.raises(OsdpError, match="noise is a random tensor"):
         record(lambda: Model(lambda model: setattr(model, "noise", torch.randn(5))))
+    with pytest.raises(OsdpError, match="noise holds a random tensor"):
+        record(lambda: Model(lambda model: setattr(model, "noise", {"first": [torch.randn(5)]})))
 
 
 def test_reset_names_what_nothing_fills() -> None:
