@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -212,6 +212,8 @@ class _Runner:
         self._dtypes = dtypes
         self._readers = dict[int, set[str]]()
         """By operator: modules of its block that read the dtype of its parameters, by path."""
+        self._reads_as_on_ranks = True
+        """Whether dtypes of parameters are read as on a rank, and not what they compute in wherever they are read."""
         self._computed = computed
         self.blocks = find_blocks(module)
         self.finer = 1
@@ -244,26 +246,25 @@ class _Runner:
     def run_first(self, size: int, *, can_be_finer: bool) -> Pass:
         """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
         before = state_of(self._module)
-        found = trial = self._run(size)
+        merged = False
+        try:
+            found = trial = self._run(size)
+        except OsdpError:
+            if not (merged := self._merges_whatever_dtypes(size)):
+                raise
+            found = trial = self._run(size)
         if self.decides_by_draws:
             found = trial = self._decide_alike(found, size)
         if can_be_finer and self._device.data.finer > 1:
             self.finer = self._device.data.finer
             found = trial = self._run(size)
-        read_outside = {one: by for one, by in trial.read_outside.items() if not self._reads_in_hooks(one)}
-        for operator, readers in self._readers.items():
-            read_outside[operator] = read_outside.get(operator, set()) | readers
-        merged = merge_read_outside(self.groups, read_outside, trial.ran)
-        is_as_found = merged == self.groups
-        rested = {} if is_as_found else {name: one.rest for name, one in self._dtypes.items()}
-        if not is_as_found and (apart := of_other_dtypes(self._module, merged, rested)):
-            raise OtherDtypesError(apart)
+        is_as_found = not (self._merge(trial) or merged)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
         is_as_before = trial.leaves_nothing and before[0] == state_of(self._module)[0]  # no cache has been filled
         if repeated or not (is_as_before and is_as_found):
-            self._wrap([self._module.get_submodule(path) for group in merged for path in group.modules])
-            self.groups, self._repeated, before = merged, repeated, state_of(self._module)
+            self._wrap([self._module.get_submodule(path) for group in self.groups for path in group.modules])
+            self._repeated, before = repeated, state_of(self._module)
             found = self._run(size)
         if apart_keys := told_apart(self._module, self.groups, found.calls):
             self._told_apart = apart_keys
@@ -277,6 +278,34 @@ class _Runner:
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
         return found
+
+    def _merges_whatever_dtypes(self, size: int) -> bool:
+        """Merge as `_merge` after a pass that failed, by one that finds all parameters in what they compute in.
+
+        A rank has so what is read outside of its owner, and only what is read there shows of which that is true.
+        """
+        if all(one.rest == one.compute for one in self._dtypes.values()):
+            return False
+        self._reads_as_on_ranks = False
+        try:
+            return self._merge(self._run(size))
+        except ModelError:
+            return False
+        finally:
+            self._reads_as_on_ranks = True
+
+    def _merge(self, trial: Pass) -> bool:
+        """Make one operator of modules that read each other's parameters in a pass; return whether there are any."""
+        read_outside = {one: by for one, by in trial.read_outside.items() if not self._reads_in_hooks(one)}
+        for operator, readers in self._readers.items():
+            read_outside[operator] = read_outside.get(operator, set()) | readers
+        merged = merge_read_outside(self.groups, read_outside, trial.ran)
+        if merged == self.groups:
+            return False
+        if apart := of_other_dtypes(self._module, merged, {name: one.rest for name, one in self._dtypes.items()}):
+            raise OtherDtypesError(apart)
+        self.groups = merged
+        return True
 
     def _without_gradient(self, found: Pass) -> set[str]:
         trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
@@ -402,7 +431,9 @@ class _Runner:
             computed=self._computed,
             told_apart=self._told_apart,
             rerun=self.rerun,
-            reads=reads_as_on_ranks(module, self.groups, self.blocks, self._dtypes, device.data, self._readers),
+            reads=reads_as_on_ranks(module, self.groups, self.blocks, self._dtypes, device.data, self._readers)
+            if self._reads_as_on_ranks
+            else nullcontext(),
         )
         device.data.begin_forward(self._draws.at)
         with python_draws(self._draws) as drawn:

@@ -5,6 +5,7 @@ which it rests in.  So `x.to(self.proj.weight.dtype)` in the model's own forward
 as models of transformers have it, is fp32.
 
     while the owner is called, hooks too     the dtype that it computes in
+    in a backward, not in a forward again    the same: that is what autograd was handed, which it still holds
     elsewhere in its block                   the same: such a read counts as one of the parameter, which merges both
                                              into one operator (`profiler.trace.find_operators.merge_read_outside`)
     a parameter of several modules           the same: it stays gathered from the first to the last
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from profiler.mixed_precision import RestingDtype
+from profiler.trace.autograd_order import running_number
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.find_operators import Group
 
@@ -127,6 +129,8 @@ class _RestingReads(TorchFunctionMode):
         """Return the dtype that a parameter rests in; None if it is none, or is gathered."""
         found = self._rests.get(id(tensor))
         if found is None or self._called[found.owner]:
+            return None
+        if running_number() is not None and not torch.is_grad_enabled():  # a forward that runs again enables gradients
             return None
         reader = self._data.module
         if found.block is not None and _is_inside(reader, found.block):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -29,21 +30,54 @@ HABITS = (
     "asks its own in a later hook",
     "asks a layer that is tied",
     "asks where it checkpoints",
+    "asks a layer whose weight it takes",
+    "checkpoints a frozen layer",
+    "asks what its function saved",
     "asks nobody",
 )
+SCALED = ("checkpoints a frozen layer", "asks what its function saved")
+"""Those with a layer before each block, as norms are, and in the second before the head, too."""
 NARROW = ("asks a layer", "asks the model", "asks a layer of the block")
 """Those whose first draw has one block, or recomputes what bounds it from above."""
 STRATEGIES = ("shard", "replicate", "shard_grad", "owner")
+
+
+class Scaled(torch.autograd.Function):
+    """Products with a weight, in the dtype of what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        return torch.mm(grad.flatten(0, -2), weight.diag()).view_as(x), (grad * x).flatten(0, -2).sum(0)
+
+
+class Scale(nn.Module):
+    """Multiplies features, by a weight that is saved for backward itself and not a view of it."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.is_own = habit == "asks what its function saved"
+        self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=habit != "checkpoints a frozen layer")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x, self.weight) if self.is_own else x * self.weight  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     def __init__(self, habit: str) -> None:
         super().__init__()
         self.habit = habit
+        self.norm = Scale(habit) if habit in SCALED else nn.Identity()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.up(x))
+        y = torch.relu(self.up(self.norm(x)))
         return x + self.down(y.to(self.down.weight.dtype) if self.habit == "asks a layer of the block" else y)
 
 
@@ -68,6 +102,7 @@ class Model(nn.Module):
             self.last.weight = self.first.weight
         self.first.requires_grad_(habit != "asks a frozen layer")
         self.blocks = nn.ModuleList(Block(habit) for _ in range(blocks))
+        self.norm = Scale(habit) if habit == "asks what its function saved" else nn.Identity()
         self.head = nn.Linear(WIDTH, 5)
 
     def cast(self, x: Tensor) -> Tensor:
@@ -95,11 +130,15 @@ class Model(nn.Module):
         for block in self.blocks:
             if self.habit == "asks where it checkpoints":
                 y = checkpoint(self.step, block, y, use_reentrant=False)
+            elif self.habit == "checkpoints a frozen layer":
+                y = checkpoint(block, y, use_reentrant=False)
             else:
                 y = block(y)
         if self.habit == "asks a layer that is tied":
             y = y + self.last(cast)
-        return self.head(y).logsumexp(-1).mean()
+        if self.habit == "asks a layer whose weight it takes":
+            return nn.functional.linear(y.to(self.head.weight.dtype), self.head.weight).logsumexp(-1).mean()
+        return self.head(self.norm(y)).logsumexp(-1).mean()
 
 
 def traced(habit: str, blocks: int, precision: str) -> tuple[ModelSource, ModelGraph]:
@@ -128,8 +167,9 @@ def test_ranks_hold_what_is_predicted(habit: str) -> None:
             held = compare(plan, source, graph, machine)
             predicted, tracked = sum(held.predicted.values()), sum(held.tracked.values())
             assert predicted >= 0.99 * tracked, (habit, choices, again)
-            # What is read where a block runs is gathered there, and no more of that is known where it runs again.
-            if habit != "asks a layer of the block" or not again:
+            # What is read where a block runs is gathered there, and no more of that is known where it runs again; how
+            # exact a model's own checkpoints are is in test_memory_own_checkpoints.py.
+            if (habit != "asks a layer of the block" or not again) and habit != "checkpoints a frozen layer":
                 assert predicted <= 1.03 * tracked, (habit, choices, again)
 
 
