@@ -60,6 +60,8 @@ class Runs:
     """Paths of those of which it runs a part again, and that no plan recomputes selectively."""
     let_go: Sequence[bool]
     """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
+    written: Collection[str]
+    """Parameters that the model itself changes, in every step or only in its first, as layers do that begin so."""
 
 
 def run_sizes(
@@ -114,6 +116,7 @@ def run_sizes(
         runner.rerun,
         runner.partly,
         let_go,
+        runner.written,
     )
 
 
@@ -212,6 +215,8 @@ class _Runner:
         self._dtypes = dtypes
         self._readers = dict[int, set[str]]()
         """By operator: modules of its block that read the dtype of its parameters, by path."""
+        self.written = dict[str, None]()
+        """Parameters that the model itself changes in any pass."""
         self._reads_as_on_ranks = True
         """Whether dtypes of parameters are read as on a rank, and not what they compute in wherever they are read."""
         self._computed = computed
@@ -439,6 +444,7 @@ class _Runner:
         with python_draws(self._draws) as drawn:
             found = run_pass(self._source, module, fed, device, options)
         self._leave_rerun(found)
+        self.written |= found.written
         self.decides_by_draws = bool(drawn.count) or device.data.decides_by_draws
         self._left = found.kept
         return found

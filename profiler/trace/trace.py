@@ -156,7 +156,7 @@ def _traced(
     passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
-    notes, written = list(device.data.assumptions), tuple(next(iter(run.passes.values())).written)
+    notes, written = list(device.data.assumptions), tuple(run.written)
     elsewhere = (*shared, *(f"`{name}` is read through the attribute `{where}`" for name, where in read.items()))
     if elsewhere:
         notes.append(f"works only under *=replicate, given the module itself: {'; '.join(elsewhere)}")

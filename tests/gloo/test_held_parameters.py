@@ -155,6 +155,21 @@ class Clamped(Listed):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+class Begun(Listed):
+    """Scales a weight by its first inputs, as layers do whose first batch initialises them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("has_begun", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_begun:
+            weight = self.layers[0].weight
+            weight.data = (weight / (1 + x.std(0))).data
+            self.has_begun.fill_(1)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
 def halved(gradient: Tensor) -> Tensor:
     return gradient / 2
 
@@ -167,7 +182,7 @@ class Hooked(Listed):
         self.layers[0].weight.register_hook(halved)
 
 
-KEPT: tuple[Callable[[], Any], ...] = (Clamped, Hooked, Penalised, Transposed)
+KEPT: tuple[Callable[[], Any], ...] = (Begun, Clamped, Hooked, Penalised, Transposed)
 """Train right where the module's own parameters are replicated."""
 
 
@@ -181,8 +196,9 @@ def wrapped(build: Any, strategy: str) -> OSDP:
 def only_replicated(rank: int) -> dict[str, list[float]]:
     """Changes and hooks are kept where modules compute with the parameters themselves, and else refused."""
     for strategy in ("shard", "owner"):
-        with pytest.raises(OsdpError, match="the model itself changes parameters"):
-            wrapped(Clamped(), strategy)
+        for build in (Clamped(), Begun(), Begun):
+            with pytest.raises(OsdpError, match="the model itself changes parameters"):
+                wrapped(build, strategy)
         for build in (Hooked(), Hooked):
             with pytest.raises(OsdpError, match="hooks of gradients"):
                 wrapped(build, strategy)
