@@ -2,13 +2,13 @@
 
     parameter.data = values        the DTensor keeps what it holds on this rank: the values are lost
     gradient.data = values         the same
-    teacher.data.mul_(0.9)         counts as no change of a frozen parameter, so that nobody publishes it anew (`odc`)
+    target.data.mul_(0.9)          counts as no change, so that nobody publishes it anew (`odc`)
     torch.randn_like(gradient)     on CPU ranks with one seed the same rows on each
 
 Here the first two let the DTensor hold what `values` hold, memory included, as of plain tensors; where FSDP2 has kept
-the memory from before, `FullyShardedUnit.reshard` has it take the new.  The third counts as `teacher.detach().mul_`
-does; of what is trained, ranks find out when they step, also if one of them made the change alone.  Random numbers are
-those that one process draws.  Norms and other numbers are in `dtensor_numbers`, writes to parts in `dtensor_writes`.
+the memory from before, `FullyShardedUnit.reshard` has it take the new.  The third counts as `target.detach().mul_`
+does, of what is frozen or published.  Random numbers are those that one process draws.  Norms and other numbers are in
+`dtensor_numbers`, writes to parts in `dtensor_writes`.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def _follow_values() -> None:
     by_torch = torch.Tensor.data
 
     def read(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        if isinstance(tensor, nn.Parameter) and (not tensor.requires_grad or hasattr(tensor, "is_published")):
             return tensor.detach()
         found: Tensor = by_torch.__get__(tensor)  # type: ignore[attr-defined]
         return found

@@ -165,7 +165,7 @@ class ShardedModel:
 
     def finish_gradients(self, micro_batches: int) -> None:
         """Complete the gradients of this many micro-batches of this rank. A collective call."""
-        for unit in self.units:
+        for unit in reversed(self.units):  # those first whose ranks may find out that they do not do the same
             scale = unit.finish_gradients(micro_batches)
             finished = {id(parameter) for parameter in unit.trained}
             for shard in self.local_shards if scale != 1.0 else ():

@@ -57,6 +57,7 @@ class OneSidedUnit:
         # Weak, as Python's garbage collector does not find cycles through hooks of tensors.
         here = ref(self)
         for one in self._packed:
+            one.sharded_param.is_published = True  # for `dtensor_values`: changes by `.data` count
             if not one.sharded_param.requires_grad:
                 self._frozen.append(one.sharded_param)
             else:

@@ -10,8 +10,10 @@
     open     ----------------------------->  stale    where parameters were changed since they were published
 
 Such changes (weights that are clamped, averages that are swapped in) are seen by the version counters of what rests,
-before a forward and before gradients are taken; every rank must make them alike.  `.data` has counters of its own: then
-the sum of all bits differs when gradients are taken, and all ranks raise, as the gradient may be that of other values.
+before a forward and before gradients are taken; every rank must make them alike.  `.data` of what is published counts
+alike (`runtime.dtensor_values`).  Where some ranks alone make a change, one that has nothing to publish takes gradients
+while another waits to publish: the notes of their barriers differ, and both raise.  So do all where the sum of all bits
+differs when gradients are taken, after a change that nothing counts, as the gradient may be that of other values.
 They raise as well where a loop has put other gradients in the places of those that are still to be completed.
 
 With S the sum of what all N ranks pushed, c_r the micro-batches of rank r and M those of the plan, the gradient is
@@ -52,6 +54,8 @@ from runtime.torch_compat import default_timeout
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element."""
+TO_PUBLISH, TO_TAKE = 2.0, 3.0
+"""What ranks note at a barrier: that they publish changes after it, or take gradients.  1: that they have some."""
 TIMEOUT_S = 600.0
 """How long a rank waits for others where the process group has no timeout."""
 
@@ -222,7 +226,7 @@ class Exchange(WrappedUnit):
         with self._together():
             for group in self.groups:
                 if self._state == "stale":
-                    group.transport.barrier()
+                    _check_alike(group.transport.barrier(TO_PUBLISH))
                 group.publish()
         self._note_published()
 
@@ -273,7 +277,7 @@ class Exchange(WrappedUnit):
             for group in self.groups:
                 group.send_message(micro_batches, is_changed)
             for group in self.groups:
-                group.transport.barrier()
+                _check_alike(group.transport.barrier(TO_TAKE))
                 scale = self._take(group, is_mean)
         self._state = "taken"
         return scale
@@ -283,9 +287,7 @@ class Exchange(WrappedUnit):
         group.reduce_across()
         total, squares, changed, replaced, *flags = group.received()
         if changed:
-            what = "parameters were changed through .data after ranks could pull them: gradients may be of other values"
-            advice = "change them under torch.no_grad() and without .data, alike on all ranks: p.clamp_(-0.1, 0.1)"
-            raise OsdpError(what, got=f"{changed:.0f} of {self.world_size} ranks with other values", advice=advice)
+            raise _changed_alone(int(changed), self.world_size)
         if replaced:
             what = "gradients were replaced, or set to None, before ranks have synchronized under odc"
             got = f"{replaced:.0f} of {self.world_size} ranks with others"
@@ -309,7 +311,7 @@ class Exchange(WrappedUnit):
             return
         with self._together():
             for group in self.groups:
-                if any(group.transport.barrier(float(pending))):
+                if 1.0 in group.transport.barrier(float(pending)):
                     group.discard()
                     group.transport.barrier()
 
@@ -320,7 +322,7 @@ class Exchange(WrappedUnit):
         """
         with self._together():
             for group in self.groups:
-                if any(group.transport.barrier(float(pending))):
+                if 1.0 in group.transport.barrier(float(pending)):
                     group.discard()
                 group.publish()
         self._note_published()
@@ -355,6 +357,22 @@ class Exchange(WrappedUnit):
     def communication_tensors(self) -> list[Tensor]:
         dry = [group.transport for group in self.groups if isinstance(group.transport, DryRunTransport)]
         return [tensor for transport in dry for tensor in (*transport.published, *transport.accumulated)]
+
+
+def _check_alike(notes: Sequence[float]) -> None:
+    """Raise OsdpError if some ranks publish changes where others take gradients."""
+    if {TO_PUBLISH, TO_TAKE} <= {*notes}:
+        raise _changed_alone(notes.count(TO_PUBLISH), len(notes))
+
+
+def _changed_alone(changed: int, ranks: int) -> OsdpError:
+    return OsdpError(
+        "parameters were changed through .data after ranks could pull them, or by some ranks alone: gradients may be "
+        "of other values",
+        got=f"{changed} of {ranks} ranks with other values",
+        advice="change them alike on all ranks, between a step and the next forward: p.clamp_(-0.1, 0.1) under "
+        "torch.no_grad()",
+    )
 
 
 def _close(transports: Sequence[Transport], process: int) -> None:

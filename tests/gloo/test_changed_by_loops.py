@@ -71,6 +71,18 @@ class Partly(Toy):
         return (self.sometimes(x) if self.runs else x).pow(2).mean()
 
 
+class ScaledLoss(Blocks):
+    """Has a parameter without dimensions, which every rank holds and whose gradient all average."""
+
+    def __init__(self) -> None:
+        super().__init__(frozen=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Any) -> Any:
+        """(batch, 5, 6) -> a loss."""
+        return super().forward(x) * self.scale
+
+
 def leave_zeros(rank: int) -> None:
     """Amid a step and after one without an optimizer: what has no gradient gets none, and is not decayed."""
     from osdp import OSDP
@@ -143,18 +155,18 @@ def test_outputs_may_be_changed_in_place() -> None:
     run_ranks(change_outputs, 2)
 
 
-def change_values(rank: int) -> str:
-    """Clamp after steps, swap averages in for an evaluation, change what an evaluation has used.
+def change_values(rank: int) -> list[str]:
+    """Clamp after steps, swap averages in for an evaluation, change what an evaluation has used, by `.data` or not.
 
-    Return what is said of `.data` under odc; elsewhere it may be used as well.
+    Return what is said under odc where one rank alone does.
     """
     from osdp import OSDP
 
-    def swap(model: Any, values: dict[str, torch.Tensor]) -> None:
+    def swap(model: Any, values: dict[str, torch.Tensor], by_data: bool) -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 kept = parameter.clone()
-                parameter.copy_(values[name])
+                (parameter.data if by_data else parameter).copy_(values[name])
                 values[name] = kept
 
     def clamp(model: Any, by_data: bool) -> None:
@@ -170,17 +182,22 @@ def change_values(rank: int) -> str:
             means = {name: 0.5 * parameter.detach().clone() for name, parameter in one.named_parameters()}
             for number in range(4):
                 step(one, optimizer, ranks, number)
-                clamp(one, by_data=number % 2 == 0 and "odc" not in strategy)
-                swap(one, means)
+                clamp(one, by_data=number % 2 == 0)
+                swap(one, means, by_data=number < 2)
                 with torch.no_grad():
                     args, kwargs = batch_of(SAMPLE, 0, 50 + number)
                     evaluated.append(one(*args, **kwargs))
-                swap(one, means)
+                swap(one, means, by_data=number < 2)
                 if number == 2:
                     args, kwargs = batch_of(SAMPLE, rank, 99)
                     one(*args, **kwargs)  # has no backward
                     clamp(one, by_data=False)
-        torch.testing.assert_close(evaluated[4:], evaluated[:4], rtol=1e-4, atol=2e-5)
+                    with torch.no_grad():  # of what no optimizer trains in between
+                        for parameter in one.parameters():
+                            parameter.data.mul_(0.9)
+                        evaluated.append(one(*args, **kwargs))
+        half = len(evaluated) // 2
+        torch.testing.assert_close(evaluated[half:], evaluated[:half], rtol=1e-4, atol=2e-5)
         torch.testing.assert_close(
             model.full_state_dict(rank0_only=False),
             dict(alone.state_dict()),
@@ -188,18 +205,22 @@ def change_values(rank: int) -> str:
             atol=2e-5,
             msg=lambda text, strategy=strategy: f"{strategy}: {text}",
         )
-    model = OSDP(seeded(build), plan_of(SAMPLE, "odc:2", ranks=(1, 2)))
-    optimizer = adam(model.parameters())
-    step(model, optimizer, [rank], 0)
-    if rank == 0:
-        clamp(model, by_data=True)
-    return refusal(lambda: step(model, optimizer, [rank], 1))
+    said = []
+    for made, by_data in ((build, True), (ScaledLoss, False)):
+        model = OSDP(seeded(made), plan_of(made(), "odc:2", ranks=(1, 2)))
+        optimizer = adam(model.parameters())
+        step(model, optimizer, [rank], 0)
+        if rank == 0:
+            clamp(model, by_data)
+        said.append(refusal(lambda: step(model, optimizer, [rank], 1)))  # noqa: B023
+    return said
 
 
 def test_values_may_be_changed_by_other_means_than_an_optimizer() -> None:
-    for said in run_ranks(change_values, 2):
-        assert "changed through .data after ranks could pull them" in said
-        assert "got: 1 of 2 ranks" in said
+    for by_rank in run_ranks(change_values, 2):
+        for said in by_rank:
+            assert "changed through .data after ranks could pull them" in said
+            assert "got: 1 of 2 ranks" in said
 
 
 def clip_values(model: Any, optimizer: torch.optim.Optimizer) -> None:
