@@ -1,6 +1,7 @@
 """The private parts of DTensors (torch 2.11 to 2.13) that operations on many of them need: how they are dispatched.
 
 handle                operations that DTensors compute otherwise than by their rules
+by_torch              those by their rules all the same
 let_numbers_change    what fails after an operation in place on a plain number
 name_refusals         what torch has no rule for
 compute_if_laid_out   operations of which torch lays out arguments anew
@@ -26,6 +27,16 @@ class ShardedOperationError(OsdpError, RuntimeError):
 def handle(handlers: Mapping[Any, Any]) -> None:
     """Let DTensors compute these operations so."""
     cast(Any, DTensor)._op_dispatcher._custom_op_handlers |= handlers
+
+
+def by_torch(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what torch computes by its rules, within what `handle` was given for an operation."""
+    handlers = cast(Any, DTensor)._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
 
 
 def let_numbers_change() -> None:
@@ -133,9 +144,10 @@ def same_rows(tensor: Any, like: Any) -> Tensor:
     local: Tensor = tensor._local_tensor
     if local.shape != like._local_tensor.shape:
         raise OsdpError(
-            "an optimizer computes with tensors together that different ranks own",
+            "tensors are computed with together that different ranks own",
             got=f"{tuple(local.shape)} beside {tuple(like._local_tensor.shape)} on this rank, of {tuple(tensor.shape)}",
             expected="what belongs to one parameter",
-            advice="plan with another pin than owner, such as *=shard",
+            advice="plan with another pin than owner, such as *=shard, or give one of them as other.full_tensor(), a "
+            "collective call on all ranks",
         )
     return local

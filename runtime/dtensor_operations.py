@@ -31,6 +31,7 @@ from runtime.dtensor_numbers import added_up, numbers
 from runtime.dtensor_rows import (
     gathered,
     has_padding,
+    holds_other_rows,
     is_any_spread,
     is_spread,
     is_whole,
@@ -172,6 +173,11 @@ def way_of(func: Any) -> Op:
     return _elementwise if is_of_elements and len(func._schema.returns) == 1 else _whole
 
 
+def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation returns as in an optimizer's step."""
+    return (_ways.get(func) or _way_of(func))(func, args, kwargs)
+
+
 def computed_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what an operation outside of steps returns that writes to nothing; NotImplemented if it is of ranks."""
     way = _ways.get(func) or _way_of(func)
@@ -189,7 +195,8 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _written_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return those of the arguments that an operation writes to."""
     return [args[place] if place < len(args) else kwargs[name] for place, name in _written(func)]
 
 
@@ -230,12 +237,15 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
                     same_rows(one, like)
             found = func(*rows, **kwargs)
             return like if _written(func) else laid_out_as(found, like)
-    return _each_element(func, _written_in(func, args, kwargs), args, kwargs)
+    return _each_element(func, written_in(func, args, kwargs), args, kwargs)
 
 
 def _differ(tensors: Iterable[Any]) -> bool:
-    """Return whether some tensors are known to be spread and others not, so that ranks may have other rows of them."""
-    return is_any_spread() and len({is_spread(one) for one in tensors if isinstance(one, DTensor)}) > 1
+    """Return whether ranks have other rows of some tensors than of others, or may, as some are known to be spread."""
+    found = [one for one in tensors if isinstance(one, DTensor)]
+    if any(holds_other_rows(one, found[0]) for one in found[1:]):
+        return True
+    return is_any_spread() and len(set(map(is_spread, found))) > 1
 
 
 _with_rows: set[int] = set()
@@ -319,7 +329,8 @@ def _rows(base: DTensor, one: Tensor) -> Tensor:
 
 def _is_laid_out_as(one: DTensor, base: DTensor) -> bool:
     """Return whether ranks hold the same places of two tensors: the same answer on all ranks."""
-    if one.placements != base.placements or one.shape != base.shape or one.device_mesh != base.device_mesh:
+    is_alike = one.placements == base.placements and one.shape == base.shape and one.device_mesh == base.device_mesh
+    if not is_alike or holds_other_rows(one, base):
         return False
     if is_spread(one) == is_spread(base):
         return True
@@ -365,7 +376,7 @@ def _rows_of_lists(args: tuple[Any, ...]) -> list[Any] | None:
                     [_is_known(*each) for each in zip(found, argument, strict=True)]
                 if not (found and _with_rows.issuperset(found)):
                     return None
-            if found != layouts or (is_any_spread() and any(map(_differ, zip(first, argument, strict=True)))):
+            if found != layouts or any(map(_differ, zip(first, argument, strict=True))):
                 return None
             rows.append(held_tensors(argument, first))
     return rows
@@ -442,7 +453,7 @@ def _has_one_row(tensor: DTensor) -> bool:
 
 def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute of whole tensors."""
-    written = _written_in(func, args, kwargs)
+    written = written_in(func, args, kwargs)
     return _gathering(func, written, args, kwargs)
 
 

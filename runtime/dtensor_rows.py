@@ -54,6 +54,15 @@ def may_be_uneven(tensor: DTensor) -> bool:
     return leaves_some_empty(tensor) or is_uneven(tensor)
 
 
+def holds_other_rows(tensor: DTensor, other: DTensor) -> bool:
+    """Return whether ranks share rows of one of two tensors that seem laid out alike, and one rank has the other.
+
+    The same on all ranks, without asking; False where there are too few rows for that.
+    """
+    differ = held_tensor(tensor).shape != held_tensor(other).shape
+    return differ and is_uneven(tensor) != is_uneven(other) and not leaves_some_empty(tensor)
+
+
 def leaves_some_empty(tensor: DTensor) -> bool:
     """Return whether there are too few rows for all ranks, shared as the placements say or not."""
     mesh, dim = tensor.device_mesh, shared_dim(tensor)

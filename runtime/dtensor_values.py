@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from profiler.errors import OsdpError
+from runtime.dtensor_beside import compute, operations
 from runtime.dtensor_internals import compute_if_laid_out, handle, let_numbers_change, name_refusals
 from runtime.dtensor_layouts import compute_uneven
 from runtime.dtensor_numbers import added_up, numbers
@@ -56,6 +57,7 @@ def follow_values(device_type: str) -> None:
 def _follow_values() -> None:
     follow_writes()
     collectives = (one.default for one in (c10d.allreduce_, c10d.broadcast_, c10d.reduce_, c10d.allgather_))
+    handle(dict.fromkeys(operations(), compute))
     handle({**numbers(), **dict.fromkeys(collectives, _refuse_collective)})
     handle({aten.eye.m_out: _fill, aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale})
     if not hasattr(FSDPModule, "reset_iter_state"):  # before 2.13 there is no rule; autograd has done it

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from profiler.errors import OsdpError, first_line
+from runtime.dtensor_beside import in_model
 
 
 @contextmanager
 def naming_sharded_parameters(*, in_backward: bool = False) -> Iterator[None]:
     """Raise OsdpError where a forward, a backward or another method computes with a parameter that is not gathered."""
     try:
-        yield
+        with in_model():
+            yield
     except RuntimeError as error:
         if "it must override the setup_context staticmethod" in str(error):  # FSDP2's and our hooks of inputs
             what = "a layer that is sharded by itself runs under vmap or another transform of torch.func"

@@ -190,6 +190,40 @@ def by_operations(model: Any, ranks: Sequence[int]) -> list[float]:
     return seen
 
 
+def by_plain(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Noise and averages that are plain tensors of the whole, beside parameters, and products written into these."""
+    torch.manual_seed(3)
+    seen = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise, average = torch.rand(parameter.shape), torch.rand(parameter.shape)
+            parameter.data = 0.9 * parameter.data + 0.1 * noise
+            parameter.copy_(torch.where(noise > 0.5, parameter, 0.5 * average))
+            torch._foreach_add_([parameter], [0.1 * noise])
+            torch.sub(parameter, 0.05 * noise, out=parameter)
+            average.lerp_(parameter, 0.1).add_(parameter.data)
+            torch._foreach_lerp_([average], [parameter], 0.3)
+            numbers = ((noise - parameter).norm(), average.sum(), nn.functional.mse_loss(parameter, noise))
+            seen += [*map(float, numbers), float(torch.allclose(parameter, noise))]
+        weight, other = model.encoder.weight, torch.rand(6, 6)
+        torch.mm(0.3 * other, other, out=weight.data)
+        weight.copy_(torch.cat([weight[:2], (other @ weight)[2:]]) + torch.stack([weight, other]).mean(0))
+        weight.div_(torch.dist(weight, other))
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    return seen
+
+
+def by_pairs(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Parameters of one shape combined."""
+    one, other = model.encoder.bias, model.block.norm.weight
+    with torch.no_grad():
+        one.copy_(torch.lerp(one, other, 0.3) + torch.maximum(one, other))
+        torch._foreach_mul_([other], [one])
+        other.add_(other * one, alpha=0.5)
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    return [float(nn.functional.mse_loss(one.detach(), other.detach())), float((one - other).detach().norm())]
+
+
 def by_file(model: Any, ranks: Sequence[int]) -> list[float]:
     """Go on from what one process has saved of its model and its optimizer."""
     alone = seeded(Coder)
@@ -230,6 +264,8 @@ LOOPS: tuple[Train, ...] = (
     by_attributes,
     by_teacher,
     by_operations,
+    by_plain,
+    by_pairs,
     by_file,
 )
 
@@ -240,9 +276,10 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
 
     for index, (habit, (numbers, values)) in enumerate(zip(LOOPS, wanted, strict=True)):
         others = STRATEGIES[1:] if THOROUGH else (STRATEGIES[1 + index % 3], "odc:2")
-        for name in ("replicate", *others):
+        for name in ("replicate", *others) if habit is not by_pairs else ("owner", "shard"):  # of the others
             for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
-                plan = plan_of(SAMPLE, name, ranks=(1, 2), accumulation=accumulation)
+                choices = {"encoder": "owner" if name == "shard" else "shard"} if habit is by_pairs else {}
+                plan = plan_of(SAMPLE, name, choices, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
                 got = habit(model, [rank])
                 message = f"{habit.__name__} under {name}, accumulation {accumulation}: "
@@ -318,6 +355,10 @@ def refuse(rank: int) -> dict[str, str]:
         said[f"differentiated {name}"] = refusal(lambda: torch.func.jacrev(model)(x))  # noqa: B023
         whole = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
         said[f"not allowed {name}"] = refusal(lambda: torch.unique(whole))  # noqa: B023
+        if name == "owner":
+            biases = [one.detach() for one in model.parameters() if one.shape == (6,)]
+            assert "different ranks own" in refusal(lambda: sum(biases))  # noqa: B023
+        said[f"beside {name}"] = refusal(lambda: whole + torch.ones(whole.shape, requires_grad=True))  # noqa: B023
         said[f"read {name}"] = refusal(lambda: numpy.asarray(whole.detach()))  # noqa: B023
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
         step(model)
@@ -335,10 +376,11 @@ def test_what_cannot_be_followed_is_refused() -> None:
         "differentiated": "torch.func.grad, vjp, jvp and jacrev",
         "laid out": "p.data = 0.9 * p.data",
         "not allowed": "tensor.full_tensor()",
+        "beside": "no gradients through them",
         "read": "tensor.full_tensor().numpy()",
     }
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
-    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 6 * (len(STRATEGIES) - 1)
+    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 7 * (len(STRATEGIES) - 1)
     for name, text in by_rank[0].items():
         assert next(part for start, part in known.items() if name.startswith(start)) in text, (name, text)

@@ -1,0 +1,102 @@
+"""Operations on several tensors, of which some are plain or are laid out otherwise, outside of optimizers' steps.
+
+    parameter + noise, average.lerp_(parameter, 0.1)    torch (2.13) refuses plain tensors and DTensors together
+    torch.mm(a, b, out=parameter.data)                  finds no mesh
+    owned * sharded                                     fails, or repeats the one row of a part, without a word
+
+Here they are computed as an optimizer's step computes them (`dtensor_operations`): a plain tensor is a whole one, equal
+on all ranks.  But a model's forward hands plain tensors, other ones on each rank, to a parameter that is not gathered:
+that is refused, as is what would have a gradient that is no DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves
+
+from runtime.dtensor_internals import ShardedOperationError, by_torch
+from runtime.dtensor_operations import computed, written_in
+from runtime.dtensor_rows import may_be_uneven
+
+aten = torch.ops.aten
+ELEMENTWISE = (
+    *("add", "sub", "rsub", "mul", "div", "pow", "lerp", "addcmul", "addcdiv", "where", "copy", "masked_fill"),
+    *("maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max", "remainder", "fmod", "floor_divide"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or"),
+    *("bitwise_xor", "atan2", "hypot", "copysign", "xlogy", "logaddexp"),
+)
+"""Names of operations on several tensors that go element by element, with their forms in place, for lists and out=."""
+OTHERS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "cat", "stack", "mse_loss", "l1_loss", "dist")
+"""Others, which torch's rules compute where no tensor is plain and no rank owns one."""
+
+
+def operations() -> Iterator[Any]:
+    """Yield the operations that `compute` is to see."""
+    for name in ELEMENTWISE:
+        for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
+            yield from _overloads(form)
+    for name in (*OTHERS, "allclose"):
+        yield from _overloads(name)
+
+
+def _overloads(name: str) -> Iterator[Any]:
+    packet = getattr(aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        if sum("Tensor" in str(one.type) for one in op._schema.arguments) > 1 or name in ("cat", "stack"):
+            yield op
+
+
+_by_rule = frozenset(op for name in OTHERS for op in _overloads(name) if not op._schema.is_mutable)
+
+
+def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operation. Raises ShardedOperationError where plain tensors are not whole ones, or have gradients."""
+    tensors: list[Any] = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    plain = [one for one in tensors if not isinstance(one, DTensor)]
+    if torch.compiler.is_compiling() or not all(_is_known(one) for one in tensors if isinstance(one, DTensor)):
+        return by_torch(op, args, kwargs)
+    if any(one.numel() != 1 for one in plain):
+        _check(op, plain, tensors, written_in(op, args, kwargs))
+    elif op in _by_rule and not any(may_be_uneven(one) for one in tensors if isinstance(one, DTensor)):
+        return by_torch(op, args, kwargs)
+    return computed(op, args, kwargs)
+
+
+def _is_known(tensor: DTensor) -> bool:
+    """Return whether ranks have the whole of a tensor, rows or summands."""
+    is_one = type(tensor) is DTensor
+    return is_one and all(type(one) in (Replicate, Shard) or one.is_partial() for one in tensor.placements)
+
+
+def _check(op: Any, plain: list[Tensor], tensors: list[Any], written: list[Any]) -> None:
+    """Raise ShardedOperationError unless plain tensors may be taken for whole ones."""
+    is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    has_gradient = any(one.requires_grad for one in plain) or any(one is other for one in plain for other in written)
+    if _forwards or (is_recorded and has_gradient):
+        raise ShardedOperationError(
+            "a plain tensor and a sharded parameter, gradient or state are computed with together",
+            got=f"{op}: mixed torch.Tensor and DTensor, of {tuple(plain[0].shape)}",
+            expected="whole tensors, equal on all ranks, and no gradients through them",
+            advice="compute under torch.no_grad(), or with parameter.full_tensor(), a collective call on all ranks",
+        )
+
+
+_forwards: list[bool] = []
+"""Not empty while a model runs forward or backward."""
+
+
+@contextmanager
+def in_model() -> Iterator[None]:
+    """Let plain tensors be taken for those of a model, which has other ones on each rank."""
+    _forwards.append(True)
+    try:
+        yield
+    finally:
+        _forwards.pop()
