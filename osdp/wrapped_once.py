@@ -6,6 +6,7 @@ first is refused here, since parameters that are sharded already fail much later
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from profiler.errors import OsdpError
+from runtime.step.gradient_accumulation import TO_TRACE
 from runtime.step.optimizer_hooks import trained_already
 
 PAGE = "docs/integrations.md"
@@ -27,6 +29,9 @@ class WrappedOnce(nn.Module):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Asked for by DistributedDataParallel, first of all."""
+        asking = sys._getframe(1).f_globals["__name__"]
+        if asking.startswith(("torch.jit", "torch._jit")):  # which look at all attributes
+            raise OsdpError("torch.jit takes no sharded model", expected="a plain module", advice=TO_TRACE)
         raise _refusal("DistributedDataParallel")
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -42,6 +42,12 @@ from runtime.dtensor_writes import follow_writes
 from runtime.torch_compat import held_tensor, placed
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
+COLLECTIVES = (
+    *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "allgather_coalesced_", "gather_"),
+    *("_allgather_base_", "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_", "scatter_"),
+    *("reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_", "send", "recv_", "recv_any_source_"),
+)
+"""What calls of torch.distributed become."""
 
 
 @cache
@@ -56,7 +62,7 @@ def follow_values(device_type: str) -> None:
 @cache
 def _follow_values() -> None:
     follow_writes()
-    collectives = (one.default for one in (c10d.allreduce_, c10d.broadcast_, c10d.reduce_, c10d.allgather_))
+    collectives = (getattr(c10d, name).default for name in COLLECTIVES if hasattr(c10d, name))
     handle(dict.fromkeys(operations(), compute))
     handle({**numbers(), **dict.fromkeys(collectives, _refuse_collective)})
     handle({aten.eye.m_out: _fill, aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale})

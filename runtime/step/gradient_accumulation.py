@@ -29,6 +29,9 @@ from runtime.step.torch_clipping import watch_clipping
 from runtime.step.ungathered_parameters import naming_sharded_parameters
 from runtime.step.unreachable_gradients import check_hooks, watch_gradients
 
+TO_TRACE = "load model.full_state_dict() into the model as it was before OSDP(...), and give that"
+"""What to do where a model is to be exported."""
+
 
 class Accumulation:
     """Counts micro-batches of one model, tells it when to reduce, and cleans up before each forward."""
@@ -269,6 +272,8 @@ class Accumulation:
     def _check_registered(self) -> None:
         """Raise OsdpError where modules would not compute with what somebody has put in the places of parameters."""
         if not self.sharded.schedule.by_ddp:
+            if torch.compiler.is_exporting():
+                raise OsdpError("torch.export takes no sharded model", expected="a plain module", advice=TO_TRACE)
             self.sharded.check_registered()
             if is_differentiated():
                 what = "torch.func.grad, vjp, jvp and jacrev do not run through sharded layers"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH
 from torch import Tensor, nn
@@ -358,6 +359,8 @@ def refuse(rank: int) -> dict[str, str]:
         if name == "owner":
             biases = [one.detach() for one in model.parameters() if one.shape == (6,)]
             assert "different ranks own" in refusal(lambda: sum(biases))  # noqa: B023
+        for call in (dist.all_gather_into_tensor, dist.all_to_all_single):
+            assert "collective call" in refusal(lambda: call(torch.empty(12, 6), whole.detach()))  # noqa: B023
         said[f"beside {name}"] = refusal(lambda: whole + torch.ones(whole.shape, requires_grad=True))  # noqa: B023
         said[f"read {name}"] = refusal(lambda: numpy.asarray(whole.detach()))  # noqa: B023
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023

@@ -31,6 +31,11 @@ def _wrapped_again(rank: int, choice: str) -> list[str]:
         refusal(lambda: OSDP(nn.Sequential(model), model.plan)),
     ]
     args, kwargs = batch_of(build(), rank)
+    traced = [refusal(lambda: torch.jit.script(model)), refusal(lambda: torch.jit.trace(model, args))]
+    if choice != "replicate":
+        other = OSDP(build(), model.plan)  # as torch.export leaves a mark on it
+        traced.append(refusal(lambda: torch.export.export(other, args, kwargs)))
+    assert all("takes no" in one and "model.full_state_dict()" in one for one in traced), traced
     loss_of(model(*args, **kwargs)).backward()
     assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
     # Last: it has hooks in place before it is refused.
