@@ -3,6 +3,7 @@
     parameter + noise, average.lerp_(parameter, 0.1)    torch (2.13) refuses plain tensors and DTensors together
     torch.mm(a, b, out=parameter.data)                  finds no mesh
     owned * sharded                                     fails, or repeats the one row of a part, without a word
+    torch.stack([one.norm() for one in gradients])      is refused where these are on several meshes
 
 Here they are computed as an optimizer's step computes them (`dtensor_operations`): a plain tensor is a whole one, equal
 on all ranks.  But a model's forward hands plain tensors, other ones on each rank, to a parameter that is not gathered:
@@ -33,7 +34,7 @@ ELEMENTWISE = (
 )
 """Names of operations on several tensors that go element by element, with their forms in place, for lists and out=."""
 OTHERS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "cat", "stack", "mse_loss", "l1_loss", "dist")
-"""Others, which torch's rules compute where no tensor is plain and no rank owns one."""
+"""Others, which torch's rules compute where no tensor is plain, no rank owns one and all are on one mesh."""
 
 
 def operations() -> Iterator[Any]:
@@ -64,9 +65,14 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return by_torch(op, args, kwargs)
     if any(one.numel() != 1 for one in plain):
         _check(op, plain, tensors, written_in(op, args, kwargs))
-    elif op in _by_rule and not any(may_be_uneven(one) for one in tensors if isinstance(one, DTensor)):
+    elif op in _by_rule and _are_alike([one for one in tensors if isinstance(one, DTensor)]):
         return by_torch(op, args, kwargs)
     return computed(op, args, kwargs)
+
+
+def _are_alike(tensors: list[DTensor]) -> bool:
+    """Return whether tensors are on one mesh, and ranks share the rows of each."""
+    return len({one.device_mesh for one in tensors}) == 1 and not any(map(may_be_uneven, tensors))
 
 
 def _is_known(tensor: DTensor) -> bool:

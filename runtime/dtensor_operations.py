@@ -243,9 +243,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _differ(tensors: Iterable[Any]) -> bool:
     """Return whether ranks have other rows of some tensors than of others, or may, as some are known to be spread."""
     found = [one for one in tensors if isinstance(one, DTensor)]
-    if any(holds_other_rows(one, found[0]) for one in found[1:]):
-        return True
-    return is_any_spread() and len(set(map(is_spread, found))) > 1
+    differ = any(holds_other_rows(one, found[0]) for one in found[1:])
+    return differ or (is_any_spread() and len(set(map(is_spread, found))) > 1)
 
 
 _with_rows: set[int] = set()

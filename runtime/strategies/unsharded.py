@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
+from runtime.dtensor_rows import gathered
 from runtime.host_copies import on_device
 from runtime.local_shards import LocalShard, Origin, local_shard
 from runtime.schedule import ScheduledUnit
@@ -55,6 +57,9 @@ class UnshardedParameters(WrappedUnit):
         parameters = self.reduced
         if not parameters:
             return 1.0
+        for one in parameters:
+            if isinstance(one.grad, DTensor):  # as of plain gradients times a norm of sharded ones
+                one.grad = gathered(one.grad)
         gradients = [one.grad for one in parameters if one.grad is not None]
         known = [(gradient(), version) for gradient, version in self._averaged]
         is_new = len(known) != len(gradients) or any(

@@ -210,6 +210,14 @@ def by_plain(model: Any, ranks: Sequence[int]) -> list[float]:
         torch.mm(0.3 * other, other, out=weight.data)
         weight.copy_(torch.cat([weight[:2], (other @ weight)[2:]]) + torch.stack([weight, other]).mean(0))
         weight.div_(torch.dist(weight, other))
+    optimizer = sgd(model)
+    mean_of(ranks, lambda x: model(x).pow(2).mean(), 0).backward()
+    finish(model)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    for parameter in model.parameters():  # of which one is on every rank
+        parameter.grad = parameter.grad / (norm + 1.0)
+    optimizer.step()
+    model.zero_grad()
     each_step(model, ranks, lambda x: model(x).pow(2).mean())
     return seen
 
@@ -221,6 +229,8 @@ def by_pairs(model: Any, ranks: Sequence[int]) -> list[float]:
         one.copy_(torch.lerp(one, other, 0.3) + torch.maximum(one, other))
         torch._foreach_mul_([other], [one])
         other.add_(other * one, alpha=0.5)
+        norms = torch.stack([parameter.norm() for parameter in model.parameters()])  # on several meshes
+        model.decoder.weight.div_(norms.norm()).add_(model.decoder.weight * one * model.block.norm.weight)
     each_step(model, ranks, lambda x: model(x).pow(2).mean())
     return [float(nn.functional.mse_loss(one.detach(), other.detach())), float((one - other).detach().norm())]
 
@@ -279,7 +289,8 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
         others = STRATEGIES[1:] if THOROUGH else (STRATEGIES[1 + index % 3], "odc:2")
         for name in ("replicate", *others) if habit is not by_pairs else ("owner", "shard"):  # of the others
             for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
-                choices = {"encoder": "owner" if name == "shard" else "shard"} if habit is by_pairs else {}
+                mixed = {"encoder": "owner" if name == "shard" else "shard", "decoder": "replicate"}
+                choices = mixed if habit is by_pairs else {}
                 plan = plan_of(SAMPLE, name, choices, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
                 got = habit(model, [rank])
