@@ -339,7 +339,7 @@ def _drawing(by_torch: Method) -> Method:
 
     @wraps(by_torch)
     def draw(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if _is_left(self) or self.device_mesh.device_type != "cpu":
+        if _is_left(self) or held_tensor(self).device.type != "cpu":  # on GPUs torch draws for the whole
             return by_torch(self, *args, **kwargs)
         whole = torch.empty(self.shape, dtype=self.dtype)
         by_torch(whole, *tree_map_only(Tensor, _gathered, args), **kwargs)

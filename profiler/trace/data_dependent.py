@@ -11,8 +11,7 @@ the model computes of them.  Three kinds of values are assumed:
   choices and the others share the N k - H that are left, one more or less (`spread`); no row chooses an option
   twice, and a chosen score is 1.  So a mixture of experts gives each expert N k / E tokens, whether it is
   written with one_hot, nonzero, bincount, sort, `.tolist()` or a comparison.
-- *Draws* (rand, randint, randperm) are spread evenly over their range: the i-th is at frac(i phi), phi the
-  golden ratio.
+- *Draws* (rand, randint, randperm) are spread evenly over their range (`even_draws`).
 - No number is nan or infinite, and what torch.distributions is given is valid.
 
 Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 3b samples, and each b of them
@@ -49,11 +48,11 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.trace import elementwise
+from profiler.trace.even_draws import GOLDEN, EvenDraws
 from profiler.trace.known_values import Effects, KnownValues, computing, effects_of, has_data
 
 aten = torch.ops.aten
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-GOLDEN = (math.sqrt(5) - 1) / 2
 EVEN_LOAD = 100
 """Choices per option from which on one more or less does not matter."""
 
@@ -95,7 +94,7 @@ class DataDependent:
         self.finer = 1
         """By what the micro-batch is to be multiplied for choices to come out even."""
         self._imbalance = expert_imbalance
-        self._repeats = 1
+        self._repeats, self._draws = 1, EvenDraws()
         self._alike = False
         self._draws_at: float | None = None
         self._drew = False
@@ -113,14 +112,15 @@ class DataDependent:
         finally:
             self.is_building = before
 
-    def begin(self, repeats: int, *, alike: bool = False) -> None:
+    def begin(self, repeats: float, *, alike: bool = False) -> None:
         """Begin a pass whose micro-batch is `repeats` times the smallest.
 
         `alike`: not even, but as uneven as can be: all rows choose the first options.
         """
         self._draws_at, self._drew, self.decides_by_draws = None, False, False
         self.values.clear_memo()
-        self._repeats = repeats
+        self._draws.begin(repeats)
+        self._repeats = max(1, int(repeats))
         self._alike = alike
 
     # --- after an op ------------------------------------------------------------------------------
@@ -177,20 +177,16 @@ class DataDependent:
 
     def draw(self, tensor: Tensor, low: float = 0, high: float = 1) -> None:
         """Assume that a tensor's values are spread evenly from `low` to less than `high`."""
-        shape, count = tuple(tensor.shape), tensor.numel()
-        repeats = self._repeats if count % self._repeats == 0 else 1
-        whole, at = not tensor.is_floating_point(), self._draws_at if count == 1 else None
+        shape = tuple(tensor.shape)
+        whole, at = not tensor.is_floating_point(), self._draws_at if tensor.numel() == 1 else None
+        key, even = self._draws.next(shape, low, high)
 
         def compute() -> Tensor:
-            if at is not None:
-                even = torch.full((count,), at, dtype=torch.float64)
-            else:
-                even = (torch.arange(1, count // repeats + 1, dtype=torch.float64) * GOLDEN).frac().repeat(repeats)
-            drawn = (low + even * (high - low)).view(shape)
+            drawn = even() if at is None else torch.full(shape, low + at * (high - low), dtype=torch.float64)
             return drawn.floor() if whole else drawn
 
         self._drew = True
-        self.values.assume(tensor, ("draws", low, high, at), compute)
+        self.values.assume(tensor, ("draws", key, at), compute)
 
     def permute(self, tensor: Tensor, count: int) -> None:
         """Assume that a permutation is the identity, or reversed where draws are high."""

@@ -169,6 +169,10 @@ def without_logs() -> Iterator[None]:
         logging.disable(before)
 
 
+_OF_MODULES = vars(nn.Module()).keys()
+"""What every module has."""
+
+
 def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
     """Return the module with all tensors on the device, and parameters of other dtypes by name.
 
@@ -186,7 +190,22 @@ def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.
         device.data.values.forget(moved[id(parameter)])  # it trains
     if all(moved[id(tensor)] is tensor for _, tensor in tensors):
         return module
-    return copy.deepcopy(module, dict(moved))
+    try:
+        return copy.deepcopy(module, dict(moved))
+    except Exception:
+        return copy.deepcopy(module, moved | _not_copied(module, moved))
+
+
+def _not_copied(module: nn.Module, moved: Mapping[int, Any]) -> dict[int, Any]:
+    """Return, by identity, attributes that cannot be copied: Python modules, locks, generators, open files."""
+    known = {**moved, **{id(one): one for one in module.modules()}}
+    found = {}
+    for value in (value for one in module.modules() for name, value in vars(one).items() if name not in _OF_MODULES):
+        try:
+            copy.deepcopy(value, dict(known))
+        except Exception:
+            found[id(value)] = value
+    return found
 
 
 def _opaque(name: str, parameter: nn.Parameter, device: DatalessDevice) -> nn.Parameter:

@@ -415,7 +415,7 @@ class _Runner:
         self, size: int, kept: Pass | None, replay: Replay | None, how: Recompute, bounded: Pass | None, *, alike: bool
     ) -> Pass:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
-        device.data.begin(max(1, size // SIZES[0]), alike=alike)
+        device.data.begin(size / SIZES[0], alike=alike)
         with explained_inputs(self._source.name):
             fed = [feed(lambda: self._source.example_inputs(module, samples), device)]
         charges = None

@@ -15,6 +15,11 @@ from profiler.trace.same_dtypes import UnlikeDtypesError
 
 _UNLIKE_DTYPES = "expected scalar type|(same|one) dtype|type .* should be the same"
 """In what torch's own kernels say of tensors of two dtypes."""
+_OF_SPARSE = (
+    "in place of a sparse matrix take the indices of its elements, `y.index_add(0, rows, values * x[columns])`, and "
+    "make gradients dense, as in nn.Embedding(..., sparse=False): sharded ones are reduced as dense tensors"
+)
+"""For what has no memory of its own, and is traced nowhere."""
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -24,6 +29,7 @@ class ModelError(OsdpError):
 
 def explain(what: str, error: BaseException, expected: str, advice: str) -> ModelError:
     """Return the error to show for what the model's code raised."""
+    advice = _OF_SPARSE if re.search("Sparse(Csr)?TensorImpl", str(error)) else advice
     return ModelError(what, got=f"{type(error).__name__}: {first_line(error)}", expected=expected, advice=advice)
 
 
@@ -77,7 +83,7 @@ def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
             "modules are cast, and buffers stay as they are"
         )
     if op is not None and "sparse" in op._opname:
-        return "make gradients dense, as in nn.Embedding(..., sparse=False): sharded ones are reduced as dense tensors"
+        return _OF_SPARSE
     shown = f"`{op.namespace}::{op._opname}`" if op is not None else "the op"
     looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and DATA_TAGS & set(op.tags))
     if looks_at_data or "cannot be called on meta tensors" in str(error):

@@ -54,7 +54,7 @@ CHECKS = (
         "memory of one rank of 8 and of 2 x 4, every strategy",
         "allocated within -1 to +3 %, reserved within the limit and 18 MiB, no more retries than planned for",
         memory.check,
-        240.0,
+        300.0,
         times_nothing=True,
     ),
     Check(

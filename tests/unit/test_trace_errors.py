@@ -103,6 +103,40 @@ def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor
     assert error.got
 
 
+class Sparse(nn.Module):
+    """A layer, and something sparse."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 4)
+        if how == "buffer":
+            self.register_buffer("matrix", torch.eye(4).to_sparse())
+        elif how in ("Embedding", "EmbeddingBag"):
+            self.words = getattr(nn, how)(9, 4, sparse=True)
+
+    def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+        if hasattr(self, "words"):
+            x = self.words(x)
+        elif self.how == "made":
+            places = torch.arange(4).expand(2, 4)
+            matrix = torch.sparse_coo_tensor(places, torch.ones(4), (4, 4))
+        elif self.how == "buffer":
+            matrix = self.matrix
+        y = self.layer(x)
+        return (y if matrix is None else torch.sparse.mm(matrix, y.mT).mT).pow(2).mean()
+
+
+@pytest.mark.parametrize("how", ["input", "buffer", "made", "Embedding", "EmbeddingBag"])
+def test_sparse_tensors_are_refused_with_what_to_write(how: str) -> None:
+    def inputs(_: nn.Module, batch: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        if how.startswith("Embedding"):
+            return (torch.zeros(batch, 4, dtype=torch.int64),), {}
+        return (torch.randn(batch, 4), *((torch.eye(4).to_sparse(),) if how == "input" else ())), {}
+
+    with pytest.raises(OsdpError, match=r"try: in place of a sparse matrix .*index_add.* sparse=False"):
+        trace_model(ModelSource("sparse", lambda: Sparse(how), inputs, 1))
+
+
 def test_of_two_errors_the_one_with_advice_is_shown() -> None:
     def strange(x: Tensor) -> Tensor:
         if not x.is_meta:

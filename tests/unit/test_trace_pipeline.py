@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
@@ -25,6 +27,7 @@ from trace_models import MEMORY_CASES, MLP, LanguageModel, language_model, sourc
 import profiler.trace.trace
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine
+from profiler.model_source import ModelSource
 from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.trace import trace_model
 
@@ -158,6 +161,25 @@ def test_the_users_module_is_left_alone() -> None:
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, value)
     assert module.head.weight is module.words.weight
+
+
+class Holding(nn.Module):
+    """A layer, and something that cannot be copied."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(4, 4), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("held", [math, threading.Lock(), iter(()), (one for one in ()), [threading.local()]])
+def test_what_cannot_be_copied_is_shared(held: Any) -> None:
+    def of(held: Any) -> ModelSource:
+        return ModelSource("holding", lambda: Holding(held), lambda _, batch: ((torch.randn(batch, 4),), {}), 1)
+
+    assert trace_model(of(held), "bf16") == trace_model(of(None), "bf16")
 
 
 def test_nothing_stays_behind() -> None:
