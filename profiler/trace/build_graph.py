@@ -117,9 +117,7 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=_fingerprint(operators, calls, blocks, precision, source.sequence_length),
-        outside=tuple(
-            one for name in held_whole(module, groups) for one in _parts(name, module.get_parameter(name), dtypes[name])
-        ),
+        outside=_outside(module, groups, dtypes),
         buffers=_buffers(module),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
         uncalled=tuple(_uncalled(first, {index: groups[index] for index in order})),
@@ -344,6 +342,12 @@ def _operators(
 def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Parameter:
     rest = str(dtype.rest).removeprefix("torch.")
     return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps)
+
+
+def _outside(module: nn.Module, groups: Sequence[Group], dtypes: Mapping[str, RestingDtype]) -> tuple[Parameter, ...]:
+    """Return the parameters that are in no operator."""
+    names = held_whole(module, groups)
+    return tuple(one for name in names for one in _parts(name, module.get_parameter(name), dtypes[name]))
 
 
 def _buffers(module: nn.Module) -> tuple[Parameter, ...]:
