@@ -124,7 +124,8 @@ def _batch_norm(
 ) -> Tensor:
     if x.is_contiguous() and channels_last_format(x) is not torch.contiguous_format:
         x = x.view(-1).view(x.shape)
-    out: Tensor = aten.native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
+    checked = aten._batch_norm_impl_index
+    out: Tensor = checked(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled)[0]
     return out
 
 
