@@ -28,6 +28,7 @@ from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import cast_inputs
 from profiler.opaque_parameters import is_wrapper
+from profiler.plain_attributes import Replaced, plain_attributes, replaced
 from profiler.reentrant_checkpoints import run_reentrant_as_others
 from runtime.changed_inputs import follow_changed_inputs
 from runtime.dtensor_values import follow_values
@@ -151,12 +152,17 @@ def _wrap(sharded: ShardedModel, context: WrapContext) -> None:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers to the device; those on meta get uninitialised memory."""
+    """Move buffers to the device, also where plain attributes have them; those on meta get uninitialised memory."""
+    moved, known = dict[int, torch.Tensor](), Replaced()
     for buffer in registered_buffers(model).values():
         old = buffer.tensor
         new = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
+        moved[id(old)] = new
         for module, name in buffer.places:
             setattr(module, name, new)
+    for module in model.modules():
+        for key, value in [*plain_attributes(module)]:
+            vars(module)[key] = replaced(value, torch.Tensor, lambda one: moved.get(id(one), one), known)
 
 
 def inside_out(units: Sequence[ScheduledUnit]) -> Iterator[ScheduledUnit]:

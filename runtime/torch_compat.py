@@ -27,6 +27,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
     uneven_dtensor, placed       `DTensor.from_local` moves its tensor to the mesh's device
     is_fake                      no public name tells whether a tensor has data
+    register_first_post_hook     `register_step_post_hook` puts a hook after those of the user
     no_modes                     no public name leaves dispatch modes
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
@@ -425,6 +426,12 @@ def take_held(module: FSDPModule) -> None:
         if getattr(one.sharded_param, "_holds_another", False):
             one.sharded_param._holds_another = False
             one.reset_sharded_param()
+
+
+def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[[Any, Any, Any], None]) -> None:
+    """Have a hook run after an optimizer's steps, before those that it has."""
+    handle = optimizer.register_step_post_hook(hook)
+    cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
 
 
 def no_modes() -> AbstractContextManager[None]:

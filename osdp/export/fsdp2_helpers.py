@@ -35,6 +35,8 @@ def as_first_run(block: nn.Module, forward: Any) -> Any:
 
     And leaves them as they are: statistics of batch norm count a batch once.
     """
+    if not torch.is_grad_enabled():
+        return forward
     places = [(one, name) for one in block.modules() for name in one._buffers]
     before: dict[Any, torch.Tensor] = {}
 
@@ -42,15 +44,18 @@ def as_first_run(block: nn.Module, forward: Any) -> Any:
         now = {(one, name): getattr(one, name) for one, name in places}
         now = {place: buffer for place, buffer in now.items() if buffer is not None}
         if not before:  # the first time, or nothing changes
-            old = {place: (one._version, one.clone()) for place, one in now.items()}
+            versions = {place: buffer._version for place, buffer in now.items()}
+            old = {buffer: buffer.clone() for buffer in now.values()}
             output = forward(*args, **kwargs)
-            for (one, name), (version, copy) in old.items():
-                buffer = getattr(one, name)
-                if buffer is not now[one, name] or buffer._version != version:
-                    before[one, name] = copy
+            for (one, name), buffer in now.items():
+                is_same = getattr(one, name) is buffer
+                is_same = is_same and buffer._version == versions[one, name]
+                if not is_same or isinstance(one, _NormBase):  # which counts no version
+                    before[one, name] = old[buffer]
             return output
+        fresh = {copy: copy.clone() for copy in before.values()}
         for (one, name), copy in before.items():
-            setattr(one, name, copy.clone())
+            setattr(one, name, fresh[copy])
         try:
             return forward(*args, **kwargs)
         finally:

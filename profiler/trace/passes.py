@@ -86,7 +86,7 @@ def run_sizes(
             passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-        if FOURTH not in passes and not _is_single_on_line(passes):
+        if not _is_single_on_line(passes):
             with suppress(ModelError):
                 _check_beyond(runner, passes, runner.run(BEYOND))
     can_recompute = trains(module) and any(block not in runner.rerun for block in runner.blocks)
@@ -130,18 +130,21 @@ def _is_single_on_line(passes: Mapping[int, Pass]) -> bool:
         return False
     smallest, second, single = (_flops(passes[size].calls) for size in (*SIZES[:2], SINGLE))
     of_calls = zip(smallest, second, single, strict=False)
-    return all(abs(line((a, b), SIZES[:2])(SINGLE) - one) <= TOLERANCE * one for a, b, one in of_calls)
+    return all(
+        a != b and abs(line((a, b), SIZES[:2])(SINGLE) - one) <= TOLERANCE * one for a, b, one in of_calls if a or b
+    )
 
 
 def _check_beyond(runner: _Runner, passes: Mapping[int, Pass], beyond: Pass) -> None:
     """Raise StepsError if a micro-batch beyond the others has more FLOPs than the line through them says."""
-    measured = [passes[size].calls for size in SIZES]
+    sizes = [size for size in passes if size != SINGLE]
+    measured = [passes[size].calls for size in sizes]
     for *calls, call in zip(*measured, beyond.calls, strict=False):
         name = runner.groups[call.operator].modules[0]
         *flops, most = (_flops([one]) for one in (*calls, call))
         for values in zip(*flops, most, strict=True):
-            if values[-1] > line(values[:-1], SIZES)(BEYOND):
-                exact_line(values, f"the number of FLOPs of `{name}`", (*SIZES, BEYOND))
+            if values[-1] > line(values[:-1], sizes)(BEYOND):
+                exact_line(values, f"the number of FLOPs of `{name}`", (*sizes, BEYOND))
 
 
 _OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)

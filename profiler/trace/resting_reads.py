@@ -15,13 +15,17 @@ as models of transformers have it, is fp32.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.function
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -130,7 +134,7 @@ class _RestingReads(TorchFunctionMode):
         found = self._rests.get(id(tensor))
         if found is None or self._called[found.owner]:
             return None
-        if running_number() is not None and not torch.is_grad_enabled():  # a forward that runs again enables gradients
+        if running_number() is not None and not torch.is_grad_enabled() and _is_of_autograd():
             return None
         reader = self._data.module
         if found.block is not None and _is_inside(reader, found.block):
@@ -142,3 +146,21 @@ class _RestingReads(TorchFunctionMode):
 def _is_inside(path: str, other: str) -> bool:
     """Return whether a module is another, or inside of it."""
     return not other or path == other or path.startswith(f"{other}.")
+
+
+_CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, torch.autograd.function.__file__
+
+
+def _is_of_autograd() -> bool:
+    """Return whether a backward reads, and not a forward that runs again in it, which may disable gradients itself.
+
+    `checkpoint` looks at what it has saved, as do functions of the user's; all else that runs within it is the model's.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    is_caller = True
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name in (_CHECKPOINT, _FUNCTION):
+            return is_caller or name == _FUNCTION
+        frame, is_caller = frame.f_back, False
+    return True

@@ -109,11 +109,14 @@ def _without_data(module: nn.Module, recorder: OpRecorder) -> None:
 def _fill_attributes(module: nn.Module, recorder: OpRecorder) -> None:
     """Compute the tensors that modules keep in plain attributes, alone or in containers."""
     done, known = dict[Ref, Tensor](), Replaced()
+    buffers = {recorder.ref(one.detach()): one for one in module.buffers()}
 
     def filled(tensor: Tensor) -> Tensor:
         if not tensor.is_meta or isinstance(tensor, nn.Parameter):  # `runtime.replaced_parameters` has the latter
             return tensor
         ref = recorder.ref(tensor.detach())
+        if ref in buffers:  # `runtime.apply_schedule` puts the one there that gets its values
+            return buffers[ref]
         real = done.get(ref, recorder.tape.value(ref))
         if real is None:
             verb = "is" if isinstance(value, Tensor) else "holds"

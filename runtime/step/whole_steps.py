@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from profiler.errors import OsdpError, first_line
 from runtime.dtensor_operations import AsWhole
 from runtime.dtensor_rows import has_padding, may_be_uneven
+from runtime.step.local_steps import end_local_step
 
 Step = Callable[..., Any]
 
@@ -123,6 +124,7 @@ def _guarded(step: Step) -> Step:
             _steps.pop()
             if id(optimizer) not in _steps:
                 leave(optimizer)
+                end_local_step(optimizer)
                 _of_closures.clear()
 
     guarded.hooked = True  # type: ignore[attr-defined]  # for torch, which hooks a class once

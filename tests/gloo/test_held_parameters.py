@@ -6,6 +6,8 @@ They train as in one process, or are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -229,3 +231,59 @@ def test_changes_and_hooks_are_kept_or_refused() -> None:
     for found in run_ranks(only_replicated, 2):
         for name, values in found.items():
             assert values == pytest.approx(expected[name], rel=1e-5), name
+
+
+class Counted(nn.Module):
+    """Keeps a buffer in a list, or under another name too, and changes it through one of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(16, 16)
+        self.register_buffer("mean", torch.rand(16) if how == "random" else torch.zeros(16))
+        self.held = {"statistics": [self.mean, 1]}
+        self.alias = self.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16) -> a loss."""
+        y = self.layer(x)
+        listed: Any = self.held["statistics"][0]
+        written, read = {"list": (listed, self.mean), "alias": (self.mean, self.alias)}.get(
+            self.how, (self.mean, listed)
+        )
+        with torch.no_grad():
+            written.lerp_(y.mean(0), 0.5)
+        return (y - read).pow(2).sum()
+
+
+COUNTED = ("list", "buffer", "alias", "random")
+
+
+def losses_of(model: nn.Module) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(torch.randn(2, 16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def count(rank: int) -> dict[str, list[float]]:
+    found = {}
+    for how, strategy in product(COUNTED, ("shard", "replicate")):
+        found[f"{how} {strategy} made in shares"] = losses_of(wrapped(partial(Counted, how), strategy))
+        torch.manual_seed(0)
+        found[f"{how} {strategy}"] = losses_of(wrapped(Counted(how), strategy))
+    return found
+
+
+def test_buffers_that_are_held_otherwise_too_are_one_tensor() -> None:
+    alone = {}
+    for how in COUNTED:
+        torch.manual_seed(0)
+        alone[how] = losses_of(Counted(how))
+    for found in run_ranks(count, 2):
+        for name, losses in found.items():
+            assert losses == pytest.approx(alone[name.split()[0]], rel=1e-5), name

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from toys import plan_of, seeded
 
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
+from runtime.dtensor_rows import whole_of
 
 STEPS = 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -95,3 +99,59 @@ def train(rank: int) -> list[str]:
 
 def test_every_form_steps_as_in_one_process() -> None:
     assert run_ranks(train, 2) == [[], []]
+
+
+def relay(rank: int) -> list[str]:
+    """Step with gradients and states that are laid out otherwise than their parameters; return what was wrong."""
+    from osdp import OSDP
+
+    graph = trace_model(ModelSource("mixed", Mixed, lambda _, batch: inputs(batch), 1))
+    wrong = []
+    for how, form in product(("whole", "replicated", "columns"), ("foreach", "fused", "")):
+        plan = plan_of(Mixed(), "shard", STRATEGIES, ranks=(1, 2), graph=graph)
+        model, alone = OSDP(seeded(Mixed), plan, example_inputs=inputs), seeded(Mixed)
+        settings = {"lr": 0.01, form: True} if form else {"lr": 0.01, "foreach": False}
+        kinds = [
+            [kind(one.parameters(), **settings) for one in (model, alone)]
+            for kind in (partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW)
+        ]
+        said: list[Any] = []
+        kinds[0][0].register_step_post_hook(lambda one, args, kwargs, said=said: said.append(one.state_dict()))
+        for step, optimizers in enumerate(kinds * 2):
+            torch.manual_seed(step)
+            (x,), _ = inputs(4)
+            for one in (model, alone):
+                one(x).backward()
+            for parameter in model.parameters():
+                if isinstance(parameter, DTensor):
+                    parameter.grad = laid_out(parameter.grad, how)
+                    for name, value in optimizers[0].state.get(parameter, {}).items():
+                        if value.dim():
+                            optimizers[0].state[parameter][name] = laid_out(value, how)
+            row, wanted = model.module.first.weight.detach()[1], alone.first.weight.detach()[1]
+            for one, optimizer in zip((model, alone), optimizers, strict=True):
+                optimizer.step()
+                one.zero_grad()
+            if not torch.allclose(row.sum(), wanted.sum(), rtol=1e-5):
+                wrong.append(f"{how} {form}: a row from before step {step}")
+        state = model.full_state_dict(rank0_only=False)
+        wrong += [
+            f"{how} {form}: {path}"
+            for path, value in alone.state_dict().items()
+            if not torch.allclose(state[path], value, rtol=1e-5, atol=1e-6)
+        ]
+        assert [len(one["state"]) for one in said] == [8, 8]
+    return wrong
+
+
+def laid_out(tensor: Any, how: str) -> Tensor:
+    whole: Tensor = whole_of(tensor).clone()
+    if how == "whole":
+        return whole
+    return DTensor.from_local(whole, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim).redistribute(
+        placements=[Replicate() if how == "replicated" or whole.dim() < 2 else Shard(1)] * tensor.device_mesh.ndim
+    )
+
+
+def test_gradients_and_states_may_be_laid_out_otherwise() -> None:
+    assert run_ranks(relay, 2) == [[], []]
