@@ -16,6 +16,7 @@ SKIPPED = {
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[decay]": PENDING,
     "test_export_fsdp2.py::test_exported_drawn_models": "torch 2.11's fully_shard takes no parametrized modules",
     "test_optimizers_of_others.py::test_each_operation_on_lists": "before torch 2.13 there are fewer",
+    "test_torch_optimizers.py::test_rows_from_before": "before torch 2.13 parts keep what they were copied from",
     "test_refused_shapes.py::test_what_kernels_refuse_is_refused[indices that are no integers]": (
         "without data PyTorch takes them before torch 2.13"
     ),
