@@ -317,7 +317,7 @@ def _rows(base: DTensor, one: Tensor) -> Tensor:
     if one is base:
         return held_tensor(one)
     if isinstance(one, DTensor):
-        if is_laid_out_as(one, base):
+        if has_same_places(one, base):
             return same_rows(one, base)
         one = whole_of(added_up(one))
     if one.numel() == 1 or is_whole(base):
@@ -326,7 +326,7 @@ def _rows(base: DTensor, one: Tensor) -> Tensor:
     return own_rows(base, one.expand(base.shape)).reshape(local.shape)
 
 
-def is_laid_out_as(one: DTensor, base: DTensor) -> bool:
+def has_same_places(one: DTensor, base: DTensor) -> bool:
     """Return whether ranks hold the same places of two tensors: the same answer on all ranks."""
     is_alike = one.placements == base.placements and one.shape == base.shape and one.device_mesh == base.device_mesh
     if not is_alike or holds_other_rows(one, base):

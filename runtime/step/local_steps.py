@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runtime.dtensor_numbers import added_up
-from runtime.dtensor_operations import is_laid_out_as
+from runtime.dtensor_operations import has_same_places
 from runtime.dtensor_rows import laid_out_as, own_rows, whole_of
 from runtime.dtensor_writes import count_write
 from runtime.torch_compat import held_tensor, register_first_post_hook
@@ -74,7 +74,7 @@ def _list_local(reference: "weakref.ref[torch.optim.Optimizer]", group: Any, *li
 
 
 def _is_alike(one: Tensor, parameter: DTensor) -> bool:
-    return isinstance(one, DTensor) and is_laid_out_as(one, parameter)
+    return isinstance(one, DTensor) and has_same_places(one, parameter)
 
 
 def _rows(one: Tensor, parameter: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -181,3 +182,29 @@ def test_rows_from_before_a_step_are_read_anew() -> None:
     wanted = sums_of(alone, alone.first.weight.detach()[1])
     assert len({round(one, 4) for one in wanted}) == STEPS
     assert run_ranks(read_anew, 2) == [pytest.approx(wanted, rel=1e-5)] * 2
+
+
+def fail(rank: int) -> list[dict[int, list[str]]]:
+    """Let a step under a plan raise."""
+    from osdp import OSDP
+
+    graph = trace_model(ModelSource("mixed", Mixed, lambda _, batch: inputs(batch), 1))
+    return states_of(OSDP(seeded(Mixed), plan_of(Mixed(), "shard", ranks=(1, 2), graph=graph), example_inputs=inputs))
+
+
+def states_of(model: nn.Module) -> list[dict[int, list[str]]]:
+    """Return the names of states after a step that raises in its second group, and after the next."""
+    first, *others = model.parameters()
+    optimizer = torch.optim.SGD([{"params": others}, {"params": [first]}], lr=0.1, momentum=0.9)
+    model(inputs(4)[0][0]).backward()
+    found = []
+    for rate in ("none", 0.1):
+        optimizer.param_groups[1]["lr"] = rate
+        with pytest.raises(TypeError) if rate == "none" else nullcontext():
+            optimizer.step()
+        found.append({number: [*state] for number, state in optimizer.state_dict()["state"].items()})
+    return found
+
+
+def test_a_step_that_raises_leaves_the_states_of_plain_tensors() -> None:
+    assert run_ranks(fail, 2) == [states_of(seeded(Mixed))] * 2

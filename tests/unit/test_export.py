@@ -117,6 +117,19 @@ def test_a_split_and_selective_recomputation_of_several_units_are_replaced() -> 
         expressible(view_of(case), nearest=False)
 
 
+@pytest.mark.parametrize("kind", ["RNNCell", "GRUCell", "LSTMCell", "Linear"])
+def test_recurrent_layers_are_not_recomputed_selectively(kind: str) -> None:
+    graph = graph_of("gpt2")
+    name = graph.blocks[0].name
+    inside = next(one for one in graph.operators if one.block == 0)
+    cells = [replace(one, kind=kind) if one is inside else one for one in graph.operators]
+    changed = replace(graph, operators=tuple(cells))
+    view = open_plan(Case("gpt2", {}, selective=(name,)).plan(), changed, cluster_of(1, 2))
+    near = expressible(view, nearest=True).view.plan
+    is_kept = kind == "Linear"
+    assert (near.selectively_recomputed_blocks, near.recomputed_blocks) == (([name], []) if is_kept else ([], [name]))
+
+
 @pytest.mark.parametrize(("shape", "said"), [((), "dimensions"), ((0, 4), "elements")])
 def test_parameters_that_no_unit_can_hold_are_refused_by_name(shape: tuple[int, ...], said: str) -> None:
     model, cluster = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), cluster_of(1, 2)
