@@ -159,14 +159,16 @@ def test_constants_may_be_read() -> None:
 
 
 class Changed(nn.Module):
-    """Makes or removes a parameter in its first forward."""
+    """Makes, removes, ties or unties a parameter in its first forward."""
 
     def __init__(self, change: Callable[[Any], None]) -> None:
         super().__init__()
         self.layer, self.change, self.scale = nn.Linear(WIDTH, WIDTH), change, None
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.third.weight = self.second.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(x)
+        out = self.third(self.second(self.first(self.layer(x))))
         self.change(self)
         return out * (1 if self.scale is None else self.scale)  # type: ignore[no-any-return]
 
@@ -186,6 +188,18 @@ def removed(model: Any) -> None:
     model.layer.bias = None
 
 
+def tied(model: Any) -> None:
+    model.second.bias = model.first.bias
+
+
+def same_module(model: Any) -> None:
+    model.second = model.first
+
+
+def untied(model: Any) -> None:
+    model.third.weight = nn.Parameter(model.third.weight.detach().clone())
+
+
 @pytest.mark.parametrize("how", ["module", "factory"])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -193,9 +207,12 @@ def removed(model: Any) -> None:
         (made, "makes the parameter `scale`"),
         (made_below, r"makes the parameter `head\.weight`"),
         (removed, r"removes the parameter `layer\.bias`"),
+        (tied, r"ties the parameter `second\.bias` to `first\.bias`"),
+        (same_module, r"ties the parameter `second\.weight` to `first\.weight`"),
+        (untied, r"no longer ties the parameter `third\.weight` to `second\.weight`"),
     ],
 )
-def test_parameters_that_come_or_go_in_a_forward_are_refused(
+def test_parameters_that_come_or_go_or_are_tied_in_a_forward_are_refused(
     change: Callable[[Any], None], message: str, how: str
 ) -> None:
     with pytest.raises(OsdpError, match=message) as caught:
