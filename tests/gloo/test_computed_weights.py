@@ -88,7 +88,7 @@ def train_each(rank: int, cases: list[tuple[str, str, str]]) -> dict[tuple[str, 
 
 
 def test_they_train_as_in_one_process() -> None:
-    cases = some(CASES, 19)
+    cases = some(CASES, 29)
     by_rank = run_ranks(train_each, 2, cases, timeout_s=300)
     for case in cases:
         for step, (losses, state) in enumerate(trained_alone(case[0])):

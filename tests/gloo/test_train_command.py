@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from programs import REAL_RANK, process_of, python
 from ranks import children
+from thoroughness import some
 
 from runtime.state.checkpoint import latest
 
@@ -68,7 +69,7 @@ def test_an_error_on_the_ranks_is_told_once() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 2))
 def test_a_signal_leaves_no_rank_and_a_whole_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     started, ranks = start_and_wait_for_a_checkpoint(tmp_path)
     started.send_signal(number)

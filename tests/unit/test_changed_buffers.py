@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 from trace_models import source
 
@@ -79,8 +81,7 @@ def traced(name: str) -> tuple[ModelSource, ModelGraph]:
     return model, trace_model(model)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "recomputes"), some([*product(LAYERS, [True, False])], 2))
 def test_a_recomputed_block_holds_the_buffers_that_it_changes_twice(name: str, recomputes: bool) -> None:
     model, graph = traced(name)
     again = [block.name for block in graph.blocks] if recomputes else []

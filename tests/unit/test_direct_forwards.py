@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_source import ModelSource
@@ -47,8 +50,9 @@ class Model(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("strategy", ["shard", "owner"])
-@pytest.mark.parametrize("direct", ["one", "two", "one last", "one two last", "all"])
+@pytest.mark.parametrize(
+    ("strategy", "direct"), some([*product(["shard", "owner"], ["one", "two", "one last", "one two last", "all"])], 2)
+)
 def test_their_parameters_are_gathered_with_those_of_what_is_called(direct: str, strategy: str) -> None:
     """They were planned as layers that gather their own, and refused in the first step."""
     inputs = lambda _, batch: ((torch.randn(batch, 8, WIDTH),), {})  # noqa: E731

@@ -196,7 +196,7 @@ CHAINS = sorted(MODELS.keys() - {"convolutions"})
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), some([*product(CHAINS, ("shard", "shard_grad", "group_shard:2", "owner", "replicate"))], 7)
+    ("name", "strategy"), some([*product(CHAINS, ("shard", "shard_grad", "group_shard:2", "owner", "replicate"))], 9)
 )
 def test_a_strategy_holds_what_is_predicted(name: str, strategy: str) -> None:
     number = len(strategy) + CHAINS.index(name)

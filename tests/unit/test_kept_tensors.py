@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 from trace_models import source
 
@@ -56,8 +59,17 @@ class Keeper(nn.Module):
         return wide.sum()
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("how", ["nothing", *(f"{how}{read}" for how in CACHES for read in ("", ", unread")), *CHANGED])
+@pytest.mark.parametrize(
+    ("recomputes", "how"),
+    some(
+        [
+            *product(
+                [False, True], ["nothing", *(f"{how}{read}" for how in CACHES for read in ("", ", unread")), *CHANGED]
+            )
+        ],
+        2,
+    ),
+)
 def test_what_a_model_keeps_is_counted(how: str, recomputes: bool) -> None:
     model = source(lambda: Keeper(how), (16, WIDTH))
     graph = trace_model(model)

@@ -131,7 +131,7 @@ class Autoencoder(nn.Module):
                 [False, True],
             )
         ],
-        5,
+        7,
     ),
 )
 def test_a_plan_counts_it_and_what_the_model_holds_on_to(

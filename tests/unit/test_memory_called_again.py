@@ -70,7 +70,7 @@ STRATEGIES = ("shard", "owner", "group_shard:2", "secondary_shard:2", "shard_gra
 CASES = [*product(("after", "between", "of all"), STRATEGIES, ((), ("blocks.1",)))]
 
 
-@pytest.mark.parametrize(("again", "strategy", "recomputed"), some(CASES, 5))
+@pytest.mark.parametrize(("again", "strategy", "recomputed"), some(CASES, 7))
 def test_it_stays_unsharded(again: str, strategy: str, recomputed: tuple[str, ...]) -> None:
     (source, graph), machine = traced(again), cluster(2, 2)
     choices = {one.name: strategy for one in graph.operators}

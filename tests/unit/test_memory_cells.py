@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_graph import ModelGraph
@@ -71,8 +73,10 @@ def traced(kind: type[nn.Module]) -> tuple[ModelSource, ModelGraph]:
     return source, trace_model(source)
 
 
-@pytest.mark.parametrize("recomputed", [(), ("blocks.1",)], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("strategy", ["group_shard:2", "shard_grad", "secondary_shard:2"])
+@pytest.mark.parametrize(
+    ("recomputed", "strategy"),
+    some([*product([("blocks.1",), ()], ["group_shard:2", "shard_grad", "secondary_shard:2"])], 2),
+)
 def test_what_runs_at_every_step_is_gathered_for_itself(strategy: str, recomputed: tuple[str, ...]) -> None:
     """Wrapped together with what runs once it would stay gathered, as FSDP2 shards modules when all have run.
 

@@ -61,7 +61,7 @@ class Prompted(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("precision", "part"), some([*product(("fp32", "bf16"), PARTS)], 2))
+@pytest.mark.parametrize(("precision", "part"), some([*product(("fp32", "bf16"), PARTS)], 3))
 def test_memory_is_predicted(part: str, precision: str) -> None:
     """The trace once had such modules hand on their parameters themselves, and a rank a copy as large as the view."""
     inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_graph import ModelGraph
@@ -77,9 +79,19 @@ def test_maps_are_on_no_line_in_the_micro_batch() -> None:
     assert min(one(2) for one in held) == -2 * map_bytes
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3])
-@pytest.mark.parametrize("recomputed", [("blocks.0",), ("blocks.0", "blocks.1", "blocks.2")], ids=len)
-@pytest.mark.parametrize("strategy", ["shard", "replicate", "secondary_shard:2"])
+@pytest.mark.parametrize(
+    ("strategy", "recomputed", "micro_batch"),
+    some(
+        [
+            *product(
+                ["shard", "replicate", "secondary_shard:2"],
+                [("blocks.0",), ("blocks.0", "blocks.1", "blocks.2")],
+                [1, 2, 3],
+            )
+        ],
+        2,
+    ),
+)
 def test_maps_are_held_by_the_forward(strategy: str, recomputed: tuple[str, ...], micro_batch: int) -> None:
     """Most is held as the output layer ends, when a secondary shard is copied out of its parameters."""
     machine = cluster(2, 2)

@@ -92,7 +92,7 @@ def test_no_step_holds_more_than_is_predicted(opening: Callable[[Tensor, Given],
         model = source(lambda handed=handed: Handing(opening, handed), (32, WIDTH))  # type: ignore[misc]
         graph = trace_model(model)
         names = [block.name for block in graph.blocks]
-        for (first, others), (again, selective) in some([*product(STRATEGIES, RECOMPUTED)], 3, openings.index(opening)):
+        for (first, others), (again, selective) in some([*product(STRATEGIES, RECOMPUTED)], 5, openings.index(opening)):
             choices = {one.name: first if one.name.endswith(".first") else others for one in graph.operators}
             chosen = [names[one] for one in again], [names[one] for one in selective]
             plan = plan_of(graph, cluster(1, 4), choices, *chosen, micro_batch=8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -78,7 +79,8 @@ def test_units_that_run_again_are_sharded_again(how: str) -> None:
     """FSDP2 keeps all of them gathered until their backward: predicted up to 28 % too low once."""
     source, machine = source_of(how), cluster(2, 2)
     graph = trace_model(source)
-    for strategy in ("shard",) if how == "reentrant" else ("shard", "shard_grad", "secondary_shard:2"):
+    strategies = ["shard", "shard_grad", "secondary_shard:2"]
+    for strategy in ["shard"] if how == "reentrant" else some(strategies, 2, len(how) % 2):
         plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=1)
         assert -0.003 <= compare(plan, source, graph, machine).error <= 0.05, strategy
 

@@ -90,7 +90,7 @@ def revisited(turns: bool) -> tuple[ModelSource, ModelGraph]:
     return model, trace_model(model)
 
 
-@pytest.mark.parametrize(("case", "turns"), some([*product(TWICE, (False, True))], 3), ids=str)
+@pytest.mark.parametrize(("case", "turns"), some([*product(TWICE, (False, True))], 5), ids=str)
 def test_what_runs_twice_is_gathered_twice(case: tuple[str, bool, int], turns: bool) -> None:
     """Were it to stay from the first time to the last, all of the model would: 1.5 MiB of 3.2 and more.
 

@@ -94,7 +94,7 @@ def traced(number: int | None) -> tuple[ModelSource, ModelGraph]:
 def test_layers_that_run_often(number: int) -> None:
     """Where gradients are all-reduced too, those of a layer that ran twice are reduced once."""
     (source, graph), machine, draw = traced(number), cluster(2, 2), Random(number)
-    for _ in range(3):
+    for _ in range(3 if THOROUGH else 2):
         among = [draw.choice(STRATEGIES) for _ in range(draw.choice((1, 2, 3)))]
         choices = {one.name: draw.choice(among) for one in graph.operators}
         again = [block.name for block in graph.blocks if draw.random() < 0.6]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from rehearsals import compare, plan_of
 from synthetic import cluster
+from thoroughness import some
 from torch import Tensor, nn
 
 from profiler.model_graph import ModelGraph
@@ -114,8 +116,7 @@ def traced(name: str) -> tuple[ModelSource, ModelGraph]:
     return source, trace_model(source)
 
 
-@pytest.mark.parametrize("how", ["kept", "recomputed", "selective"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "how"), some([*product(MODELS, ["kept", "recomputed", "selective"])], 2))
 def test_memory_is_predicted(name: str, how: str) -> None:
     """What an operation returns and keeps is gone with it where no backward comes: once predicted up to 204 % too high.
 

@@ -38,7 +38,7 @@ IN_BF16 = Case("hierarchical", precision="bf16", shape=(2, 2), accumulation=3, l
 
 
 @pytest.mark.parametrize(
-    "case", [*some(CASES, 26), IN_BF16], ids=lambda one: f"{one.choice}-{one.precision}-{one.accumulation}"
+    "case", [*some(CASES, 39), IN_BF16], ids=lambda one: f"{one.choice}-{one.precision}-{one.accumulation}"
 )
 def test_plans_hold_what_is_predicted(case: Case) -> None:
     assert abs(case.compare().error) < 0.01

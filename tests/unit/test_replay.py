@@ -79,7 +79,7 @@ def test_alike_blocks_run_once_and_the_first_two_and_the_last_again() -> None:
     assert [seen.indices.count(index) for index in range(BLOCKS)] == [14, 14, *[1] * 5, 14]
 
 
-@pytest.mark.parametrize("case", some([*UNLIKE], 5))
+@pytest.mark.parametrize("case", some([*UNLIKE], 7))
 def test_what_differs_is_not_taken_for_alike(case: str, traced: Traced) -> None:
     quick, whole = traced.both(model_of(UNLIKE[case]))
     assert quick == whole

@@ -230,7 +230,7 @@ def compared(case: Case) -> Compared:
     return case.compare()
 
 
-@pytest.mark.parametrize("case", some(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", some(CASES, 3), ids=str)
 def test_memory_is_what_a_dry_run_holds(case: Case) -> None:
     assert -0.005 <= compared(case).error <= 0.03
 
