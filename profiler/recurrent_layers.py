@@ -18,8 +18,8 @@ States = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """Of one layer in one direction."""
+class Weights:
+    """Those of one layer in one direction."""
 
     inputs: Tensor
     hidden: Tensor
@@ -34,11 +34,11 @@ class _Weights:
         return linear(hidden, self.hidden, self.hidden_bias)
 
 
-def _simple(activation: Callable[[Tensor], Tensor], x: Tensor, states: States, weights: _Weights) -> States:
+def _simple(activation: Callable[[Tensor], Tensor], x: Tensor, states: States, weights: Weights) -> States:
     return (activation(weights.of_hidden(states[0]).add_(x)),)
 
 
-def _gru(x: Tensor, states: States, weights: _Weights) -> States:
+def _gru(x: Tensor, states: States, weights: Weights) -> States:
     (hidden,) = states
     reset_in, update_in, new_in = x.unsafe_chunk(3, 1)
     reset, update, new = weights.of_hidden(hidden).unsafe_chunk(3, 1)
@@ -47,7 +47,7 @@ def _gru(x: Tensor, states: States, weights: _Weights) -> States:
     return ((hidden - new).mul_(update).add_(new),)
 
 
-def _lstm(x: Tensor, states: States, weights: _Weights) -> States:
+def _lstm(x: Tensor, states: States, weights: Weights) -> States:
     hidden, cell = states
     kept, forgotten, new, shown = weights.of_hidden(hidden).add_(x).unsafe_chunk(4, 1)
     kept, forgotten, new, shown = kept.sigmoid_(), forgotten.sigmoid_(), new.tanh_(), shown.sigmoid_()
@@ -56,7 +56,7 @@ def _lstm(x: Tensor, states: States, weights: _Weights) -> States:
     return (hidden if weights.projection is None else hidden.matmul(weights.projection.t())), cell
 
 
-CELLS: dict[str, Callable[[Tensor, States, _Weights], States]] = {
+CELLS: dict[str, Callable[[Tensor, States, Weights], States]] = {
     "rnn_tanh": partial(_simple, torch.tanh),
     "rnn_relu": partial(_simple, torch.relu),
     "gru": _gru,
@@ -74,7 +74,7 @@ class Stack:
     dropout: float
     train: bool
     bidirectional: bool
-    batch_first: bool
+    batch_first: bool = False
 
     @property
     def directions(self) -> int:
@@ -106,28 +106,30 @@ def recurrent(
     """
     stack, last = Stack(*shape), list[States]()
     hidden = [states] if isinstance(states, Tensor) else list(states)
-    each = len(parameters) // (stack.layers * stack.directions)
 
     def layer(x: Tensor, number: int) -> Tensor:
         places = stack.places(number)
-        weights = [_weights(parameters[place * each : (place + 1) * each], stack.has_biases) for place in places]
+        weights = [weights_of(parameters, stack, place) for place in places]
         return _layer(CELLS[name], at_once, x, [tuple(state[k] for state in hidden) for k in places], weights, last)
 
     return stack.run(layer, x), *(torch.stack(ends) for ends in zip(*last, strict=True))
 
 
-def _weights(parameters: Sequence[Tensor], has_biases: bool) -> _Weights:
-    if has_biases:
-        return _Weights(*parameters)
-    return _Weights(parameters[0], parameters[1], projection=parameters[2] if len(parameters) == 3 else None)
+def weights_of(parameters: Sequence[Tensor], stack: Stack, place: int) -> Weights:
+    """Return the weights of one direction of a layer, of all of a stack's."""
+    each = len(parameters) // (stack.layers * stack.directions)
+    own = parameters[place * each : (place + 1) * each]
+    if stack.has_biases:
+        return Weights(*own)
+    return Weights(own[0], own[1], projection=own[2] if len(own) == 3 else None)
 
 
 def _layer(
-    cell: Callable[[Tensor, States, _Weights], States],
+    cell: Callable[[Tensor, States, Weights], States],
     at_once: bool,
     x: Tensor,
     first: Sequence[States],
-    weights: Sequence[_Weights],
+    weights: Sequence[Weights],
     last: list[States],
 ) -> Tensor:
     """Return the output (steps, samples, width) of a layer, and append its last states for each direction.

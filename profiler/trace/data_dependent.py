@@ -23,6 +23,7 @@ Where a value is not known nonetheless:
 |---|---|
 | which elements a mask selects (nonzero, x[mask], masked_select), unique | all: an upper bound |
 | bincount | its minlength |
+| how long packed sequences are | as long as they are padded to: an upper bound |
 | how long the targets of ctc_loss are | as long as their matrix is wide; all alike where they are concatenated |
 | a floating-point number (`.item()`) | 1, which must not decide a branch (`python_values.AssumedNumber`) |
 | a whole number, a bool, how often to repeat | refused: `UnknownValueError` |
@@ -50,6 +51,7 @@ from profiler.errors import OsdpError
 from profiler.trace import elementwise
 from profiler.trace.even_draws import GOLDEN, EvenDraws
 from profiler.trace.known_values import Effects, KnownValues, computing, effects_of, has_data
+from profiler.trace.packed_sequences import pack
 
 aten = torch.ops.aten
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -268,8 +270,8 @@ def dependence_of(op: OpOverload) -> Dependence:
     return Dependence(asks, effects_of(op), _ASSUMED.get(op))
 
 
-# The meta kernel of grouped_mm takes bfloat16 only; the backward of ctc_loss has none.
-_WITHOUT_META = {aten._grouped_mm.default, aten._ctc_loss_backward.Tensor}
+# The meta kernel of grouped_mm takes bfloat16 only; the others have none.
+_WITHOUT_META = {aten._grouped_mm.default, aten._ctc_loss_backward.Tensor, aten._pack_padded_sequence.default}
 
 
 # --- values that are assumed ------------------------------------------------------------------------
@@ -471,14 +473,16 @@ def _ctc_loss(
     return x.new_empty(x.shape[1]), x.new_empty(x.shape[1], x.shape[0], 2 * longest + 1)
 
 
-def _ctc_loss_backward(data: DataDependent, gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _packed(data: DataDependent, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    data.note("sequences that are packed are assumed to be as long as they were padded to")
+    return pack(x, batch_first)
 
 
 _UNKNOWN: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten._ctc_loss.Tensor: _ctc_loss,
-    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: lambda data, gradient, x, *rest: x.new_empty(x.shape),
+    aten._pack_padded_sequence.default: _packed,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.fake_devices import modules_converted
@@ -235,7 +236,15 @@ def feed(example: Callable[[], Inputs], device: DatalessDevice) -> Inputs:
     """Make the arguments of one forward, on the device."""
     with making(device):
         inputs = example()
-    return tree_map_only(Tensor, lambda tensor: _like(tensor, device, tensor.dtype), inputs)  # type: ignore[no-any-return]
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            kept = (None, value.batch_sizes)  # by which PyTorch slices: it is on the CPU always, and has values
+            return PackedSequence(*(one if any(one is other for other in kept) else placed(one) for one in value))
+        return _like(value, device, value.dtype)
+
+    is_leaf = lambda one: isinstance(one, PackedSequence)  # noqa: E731
+    return tree_map_only((Tensor, PackedSequence), placed, inputs, is_leaf=is_leaf)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
 - LSTM: a CPU runs a layer as one operation, which keeps a workspace (`profiler.recurrent_kernels`).
   What cuDNN keeps is not known: for CUDA the trace has the plain products of every step.
 - GRU, RNN and what is left of LSTM: a CPU multiplies the inputs of all steps at once (`profiler.recurrent_layers`).
+- packed sequences: plain products of every step (`profiler.trace.packed_sequences`), but of a CPU's LSTM.
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
 - batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much.
 - batch norm: CPUs take an image of one pixel to be in rows, others go by its strides, so that what is made of the
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
 from profiler.recurrent_layers import CELLS, recurrent
+from profiler.trace.packed_sequences import as_padded, pad, recurrent_packed
 from profiler.trace.shapes import channels_last_format
 
 aten = torch.ops.aten
@@ -42,7 +44,10 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
     The registration is process-wide and ends with the context.
     """
     key = {"meta": "AutogradMeta", "cpu": "AutogradCPU"}[run_on]
-    chosen: dict[str, Callable[..., Any]] = {}
+    chosen: dict[str, Callable[..., Any]] = {"_pad_packed_sequence": pad}
+    chosen |= {f"{name}.data": partial(recurrent_packed, name, device_type == "cpu") for name in CELLS}
+    if device_type == "cpu":
+        chosen["lstm.data"] = _packed_lstm
     if device_type == "cuda" or run_on == "meta":
         chosen["scaled_dot_product_attention"] = partial(_attention, fused_dropout=device_type == "cuda")
     if (device_type == "cpu") == (run_on == "meta"):  # else torch chooses so itself
@@ -100,11 +105,23 @@ def _attention(
 
 
 def _lstm(x: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
-    """`torch.lstm` on a CPU; projections have no such kernel."""
-    plain = all(one.dtype == x.dtype for one in parameters) and states[0].shape[2] == states[1].shape[2]
-    if plain and runs_on_onednn(x.dtype) and x.numel():
+    """`torch.lstm` on a CPU."""
+    if _runs_on_onednn(x, states, parameters):
         return lstm(x, states, parameters, *shape)
     return recurrent("lstm", True, x, states, parameters, *shape)
+
+
+def _packed_lstm(x: Tensor, left: Tensor, states: Any, parameters: Any, *shape: Any) -> Any:
+    """`torch.lstm` of packed samples on a CPU, of one length: oneDNN's kernel keeps more than others' products."""
+    if _runs_on_onednn(x, states, parameters):
+        return as_padded(lstm, x, left, states, parameters, *shape)
+    return recurrent_packed("lstm", True, x, left, states, parameters, *shape)
+
+
+def _runs_on_onednn(x: Tensor, states: Any, parameters: Any) -> bool:
+    """Return whether oneDNN's kernel of an LSTM takes these; projections have none."""
+    plain = all(one.dtype == x.dtype for one in parameters) and states[0].shape[2] == states[1].shape[2]
+    return plain and runs_on_onednn(x.dtype) and x.numel() > 0
 
 
 def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:
