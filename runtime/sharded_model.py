@@ -79,6 +79,10 @@ class WrappedUnit:
         """
         return 1.0
 
+    def averages(self, gradient: Tensor) -> bool:
+        """Return whether it has averaged a gradient that is no DTensor, or is about to."""
+        return False
+
     def publish(self) -> None:
         """Make the parameters that the optimizer has changed visible to other ranks. Collective."""
 

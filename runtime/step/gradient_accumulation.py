@@ -24,7 +24,9 @@ from runtime.autograd_compat import in_backward, is_differentiated
 from runtime.local_shards import LocalShard
 from runtime.module_outputs import refuse_double_backward
 from runtime.sharded_model import ShardedModel
+from runtime.step.gradient_hooks import check_hooks_wait, has_hooks
 from runtime.step.optimizer_hooks import watch_optimizers
+from runtime.step.replaced_gradients import average_replaced
 from runtime.step.torch_clipping import watch_clipping
 from runtime.step.ungathered_parameters import naming_sharded_parameters
 from runtime.step.unreachable_gradients import check_hooks, watch_gradients
@@ -49,6 +51,8 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
+        self.has_begun = False
+        """Whether the backward that runs, or the last one, has reached the model."""
         self._counts_unseen = False
         """Whether that was counted though no output of a forward has told of it yet."""
         for unit in sharded.units if self.once_per_step or sharded.finishes_in_optimizer_step else ():
@@ -115,6 +119,11 @@ class Accumulation:
         return any(unit.accumulates_apart for unit in self.sharded.units)
 
     @property
+    def _reduces_for_hooks(self) -> bool:
+        """Whether somebody looks at gradients after each backward; of odc, ranks may run different numbers of these."""
+        return not self._accumulates_apart and has_hooks(self.sharded)
+
+    @property
     def _waits_apart(self) -> bool:
         """Whether there are gradients of the step outside of `.grad`."""
         pushed = self.pushed and self._accumulates_apart
@@ -128,6 +137,7 @@ class Accumulation:
         """
         self._complete_reduction()
         self._finish()
+        average_replaced(self.sharded)
 
     def _finish(self) -> None:
         if self.sharded.finishes_in_optimizer_step:
@@ -194,14 +204,16 @@ class Accumulation:
     def _begin_backward(self) -> None:
         if not self.sharded.schedule.by_ddp:
             refuse_double_backward()
-        self._in_backward = True
+        if self._accumulates_apart:
+            check_hooks_wait(self.sharded)
+        self._in_backward = self.has_begun = True
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _count(self, postponed: bool) -> None:
         """Count a micro-batch whose backward begins; `postponed`: the user says that it is not its step's last."""
         last = not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
         for unit in self.sharded.units if self.once_per_step else ():
-            unit.set_requires_all_reduce(last)
+            unit.set_requires_all_reduce(last or self._reduces_for_hooks)
         self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
         self.explicit = self.explicit and not last
 
@@ -209,7 +221,7 @@ class Accumulation:
         self._in_backward = self._counts_unseen = False
         for unit in self.sharded.units:
             unit.end_backward()
-        if not self.done and not self._accumulates_apart:  # else ranks may run different numbers of micro-batches
+        if self._reduces_for_hooks or not (self.done or self._accumulates_apart):
             self._finish()
 
     def before_step(self, has_closure: bool) -> None:

@@ -19,7 +19,9 @@ from torch.nn.utils import clip_grad
 
 from profiler.errors import OsdpError
 from runtime.local_shards import LocalShard
+from runtime.sharded_model import ShardedModel
 from runtime.step.grad_norm import scale_to, total_norm
+from runtime.step.replaced_gradients import average_replaced
 
 
 class ShardedGradients(Protocol):
@@ -36,6 +38,10 @@ class ShardedGradients(Protocol):
     @property
     def is_reduced(self) -> bool:
         """Whether the gradients of the step so far are complete."""
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model itself."""
 
 
 COMPLETED = (
@@ -69,6 +75,8 @@ def _replace() -> None:
             if not model.is_reduced and (shards or not tensors):
                 what = "torch.nn.utils.clip_grad_norm_ was called before gradients are reduced over all ranks"
                 raise OsdpError(what, advice=COMPLETED)
+            if shards:
+                average_replaced(model.sharded)
             if _is_sharded(shards):
                 if len(shards) < len(tensors):
                     got = f"{len(tensors)} gradients, of which {len(shards)} are the model's"

@@ -10,7 +10,6 @@ grow again while its bucket is sent, so then all wait for the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from weakref import ref
 
 import torch
@@ -23,6 +22,7 @@ from profiler.opaque_parameters import is_opaque
 from runtime.host_copies import on_device
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
+from runtime.step.gradient_hooks import AtOnce
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import is_fake
 
@@ -114,7 +114,7 @@ class ReplicatedModel(WrappedUnit):
         for parameter in self.parameters:
             trains = parameter.requires_grad
             parameter.requires_grad_(True)
-            parameter.register_post_accumulate_grad_hook(partial(_came, here))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(AtOnce(_came, here))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trains)  # one that is frozen may be trained later
 
     def watch_backward(self, reached: Callable[[], None]) -> None:
@@ -198,6 +198,9 @@ class ReplicatedModel(WrappedUnit):
                 bucket.send()
         for bucket in self.buckets:
             bucket.finish()
+
+    def averages(self, gradient: Tensor) -> bool:
+        return any(gradient.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata for bucket in self.buckets)
 
     def reset(self) -> None:
         self.came.clear()

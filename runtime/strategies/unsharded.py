@@ -52,6 +52,9 @@ class UnshardedParameters(WrappedUnit):
     def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
         return local_shard(origin, parameter, self.replicas)
 
+    def averages(self, gradient: Tensor) -> bool:
+        return any(known() is gradient for known, _ in self._averaged)
+
     def finish_gradients(self, micro_batches: int) -> float:
         """Average the gradients; a rank without one, of layers that it left out, counts as zero."""
         parameters = self.reduced

@@ -249,6 +249,67 @@ def by_file(model: Any, ranks: Sequence[int]) -> list[float]:
     return []
 
 
+def by_gradient_hooks(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Clip gradients in hooks, of several forwards, step there, and clip what a tensor's hook is given."""
+    optimizer, seen = sgd(model), []
+
+    def clip(parameter: Tensor) -> None:
+        norm = parameter.grad.norm()
+        seen.append(float(norm))
+        parameter.grad.mul_((0.05 / norm).clamp(max=0.9))
+
+    def step_at_once(parameter: Tensor) -> None:
+        torch.optim.SGD([parameter], lr=0.1).step()
+        parameter.grad = None
+
+    for kind in (clip, step_at_once):
+        handles = [one.register_post_accumulate_grad_hook(kind) for one in model.parameters()]
+        for number in range(3):
+            mean_of(ranks, lambda x: (model(x).pow(2) + model(2 * x).pow(3)).mean(), number).backward()
+            if number != 1:  # else its gradients are clipped again, with those of the next
+                optimizer.step()
+                optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+    model.scale.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    model.scale.register_hook(lambda gradient: seen.append(float(gradient)))
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    return sorted(seen)
+
+
+def by_gradients_of_ones_own(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Put whole gradients of this rank's own batch in their places, and clip them."""
+    optimizer, seen = sgd(model), []
+    for number in range(STEPS):
+        for index, parameter in enumerate(model.parameters()):
+            own = [batch_of(SAMPLE, rank, number + index)[0][0].mean() for rank in ranks]
+            parameter.grad = torch.stack(own).mean() * torch.ones(parameter.shape)
+        if number:
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def by_autograd(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Take gradients from `torch.autograd.grad`, which changes none of `.grad`, and clip what hooks are given."""
+    optimizer, seen = sgd(model), []
+    parameters = [*model.parameters()]
+    for number in range(STEPS):
+        loss = mean_of(ranks, lambda x: model(x).pow(2).mean(), number)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        finish(model)
+        seen.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+    each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    return seen
+
+
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda weight: torch.linalg.qr(weight)[0] @ torch.linalg.qr(weight)[1],
     lambda weight: torch.linalg.svd(weight, full_matrices=False)[0].abs().sum(1, keepdim=True) * weight.sign(),
@@ -278,7 +339,16 @@ LOOPS: tuple[Train, ...] = (
     by_plain,
     by_pairs,
     by_file,
+    by_gradient_hooks,
+    by_gradients_of_ones_own,
+    by_autograd,
 )
+PLANS: dict[Train, tuple[str, ...]] = {
+    by_pairs: ("owner", "shard"),
+    by_gradient_hooks: ("replicate", "shard"),  # odc refuses to show what is not complete
+    by_autograd: ("replicate",),
+}
+"""Under what some are run, where not under replicate, odc and another."""
 
 
 def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) -> None:
@@ -287,10 +357,10 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
 
     for index, (habit, (numbers, values)) in enumerate(zip(LOOPS, wanted, strict=True)):
         others = STRATEGIES[1:] if THOROUGH else (STRATEGIES[1 + index % 3], "odc:2")
-        for name in ("replicate", *others) if habit is not by_pairs else ("owner", "shard"):  # of the others
+        for name in PLANS.get(habit, ("replicate", *others)):
             for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
                 mixed = {"encoder": "owner" if name == "shard" else "shard", "decoder": "replicate"}
-                choices = mixed if habit is by_pairs else {}
+                choices = mixed if habit is by_pairs or (habit is by_gradient_hooks and name == "shard") else {}
                 plan = plan_of(SAMPLE, name, choices, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
                 got = habit(model, [rank])
@@ -353,7 +423,8 @@ def refuse(rank: int) -> dict[str, str]:
             said[f"shared {name}"] = refusal(lambda: OSDP(nn.Sequential(model.encoder), plan))  # noqa: B023
             for parameter in model.parameters():
                 optimizer = torch.optim.SGD([parameter], lr=0.1)
-                parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+                accumulated = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+                accumulated.register_hook(lambda *_, optimizer=optimizer: optimizer.step())
             tenth = {key: 0.1 * parameter.detach() for key, parameter in model.named_parameters()}
             alone = torch.func.functional_call(seeded(Coder), tenth, (x,))
             torch.testing.assert_close(torch.func.functional_call(model, tenth, (x,)), alone)
