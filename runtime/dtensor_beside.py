@@ -33,6 +33,8 @@ ELEMENTWISE = (
     *("bitwise_xor", "atan2", "hypot", "copysign", "xlogy", "logaddexp"),
 )
 """Names of operations on several tensors that go element by element, with their forms in place, for lists and out=."""
+COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose")
+"""What has no gradients."""
 OTHERS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "cat", "stack", "mse_loss", "l1_loss", "dist")
 """Others, which torch's rules compute where no tensor is plain, no rank owns one and all are on one mesh."""
 
@@ -42,7 +44,7 @@ def operations() -> Iterator[Any]:
     for name in ELEMENTWISE:
         for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
             yield from _overloads(form)
-    for name in (*OTHERS, "allclose"):
+    for name in (*OTHERS, *COMPARED[-2:]):
         yield from _overloads(name)
 
 
@@ -83,7 +85,8 @@ def _is_known(tensor: DTensor) -> bool:
 
 def _check(op: Any, plain: list[Tensor], tensors: list[Any], written: list[Any]) -> None:
     """Raise ShardedOperationError unless plain tensors may be taken for whole ones."""
-    is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    is_compared = op.overloadpacket.__name__ in COMPARED
+    is_recorded = torch.is_grad_enabled() and not is_compared and any(one.requires_grad for one in tensors)
     has_gradient = any(one.requires_grad for one in plain) or any(one is other for one in plain for other in written)
     if _forwards or (is_recorded and has_gradient):
         raise ShardedOperationError(

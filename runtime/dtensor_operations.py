@@ -170,7 +170,7 @@ def way_of(func: Any) -> Op:
     if name in NEW:
         return _new
     is_of_elements = torch.Tag.pointwise in func.tags or name in ELEMENTWISE
-    return _elementwise if is_of_elements and len(func._schema.returns) == 1 else _whole
+    return _elementwise if is_of_elements and [str(one.type) for one in func._schema.returns] == ["Tensor"] else _whole
 
 
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -68,6 +68,8 @@ ABOUT = (
     *("as_strided_", "sparse_resize_", "sparse_resize_and_clear_"),
 )
 """Methods that write no element, or change the shape."""
+TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_")
+"""Methods that change the shape, of which torch refuses some."""
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 
 
@@ -131,6 +133,8 @@ def follow_writes() -> None:
     in_place |= {f"__i{name}__" for name in IN_PLACE if hasattr(Tensor, f"__i{name}__")} | {"__setitem__"}
     for name in in_place:
         setattr(Part, name, _writing_back(getattr(Tensor, name)))
+    for name in TURNED:
+        setattr(DTensor, name, _turning(getattr(Tensor, name), getattr(Tensor, name[:-1])))
     setattr(DTensor, "view_as", _view_as)  # noqa: B010
     setattr(Part, "detach", _viewing(Tensor.detach, "detach"))  # noqa: B010
 
@@ -181,6 +185,19 @@ def _viewing(by_torch: Method, name: str) -> Method:
         return type(found)(part_of(self, one, view_of(index)) for index, one in enumerate(found))
 
     return view
+
+
+def _turning(by_torch: Method, copied: Method) -> Method:
+    """Return a method of DTensors for one that changes the shape: it becomes a copy; not of parameters."""
+
+    @wraps(by_torch)
+    def turn(self: DTensor, *args: Any) -> Any:
+        if _is_left(self) or isinstance(self, nn.Parameter):
+            return by_torch(self, *args)
+        torch.utils.swap_tensors(self, copied(self, *args).clone())  # type: ignore[no-untyped-call]
+        return self
+
+    return turn
 
 
 def _view_as(self: DTensor, other: Tensor) -> Tensor:

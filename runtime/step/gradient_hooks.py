@@ -117,7 +117,12 @@ class _Changing:
 
 
 def _others(parameter: nn.Parameter, name: str) -> Hooks:
-    return {key: hook for key, hook in (getattr(parameter, name) or {}).items() if not isinstance(hook, AtOnce)}
+    return {key: hook for key, hook in (getattr(parameter, name) or {}).items() if not _is_called_at_once(hook)}
+
+
+def _is_called_at_once(hook: Any) -> bool:
+    """Return whether a hook is ours, or of `torch.autograd.graph.register_multi_grad_hook`, which counts gradients."""
+    return isinstance(hook, AtOnce) or getattr(hook, "__module__", None) == "torch.autograd.graph"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ they are public, for who calls them from there.  Other models are left to PyTorc
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,12 +47,13 @@ class ShardedGradients(Protocol):
 COMPLETED = (
     "call model.clip_grad_norm_(max_norm), which completes them first, or model.finish_gradients() on all ranks before"
 )
-_models: WeakSet[Any] = WeakSet()
+_models: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+"""In the order in which they were made, which is that of all ranks."""
 
 
 def watch_clipping(model: ShardedGradients) -> None:
     """Make PyTorch's clipping right for a model, until it is collected."""
-    _models.add(model)
+    _models[model] = None
     _replace()
 
 
@@ -69,24 +70,32 @@ def _replace() -> None:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = set(map(id, tensors))
+        others, norms = {id(one): one for one in tensors}, list[Tensor]()
         for model in list(_models):
-            shards = [shard for shard in model.local_shards if id(shard.parameter.grad) in given]
+            shards = [shard for shard in model.local_shards if id(shard.parameter.grad) in others]
             if not model.is_reduced and (shards or not tensors):
                 what = "torch.nn.utils.clip_grad_norm_ was called before gradients are reduced over all ranks"
                 raise OsdpError(what, advice=COMPLETED)
+            if _is_sharded(shards):
+                for shard in shards:
+                    others.pop(id(shard.parameter.grad))
             if shards:
                 average_replaced(model.sharded)
             if _is_sharded(shards):
-                if len(shards) < len(tensors):
-                    got = f"{len(tensors)} gradients, of which {len(shards)} are the model's"
-                    advice = "clip the others by themselves, and the model's by model.clip_grad_norm_(max_norm)"
-                    what = "gradients of a sharded model and others have no common norm"
-                    raise OsdpError(what, got=got, advice=advice)
-                norm = total_norm(shards, norm_type, model.device)
-                if error_if_nonfinite and not torch.isfinite(norm):
-                    raise OsdpError("the gradient norm is not finite", got=str(norm.item()))
-                return norm
+                norms.append(total_norm(shards, norm_type, model.device))
+        if norms and others:
+            if any(isinstance(one, DTensor) for one in others.values()):
+                what = "gradients of a sharded model and others that are sharded have no common norm"
+                got = f"{len(tensors)} gradients, of which {len(tensors) - len(others)} are the model's"
+                advice = "clip the others by themselves, and the model's by model.clip_grad_norm_(max_norm)"
+                raise OsdpError(what, got=got, advice=advice)
+            norms.append(norm_by_torch(list(others.values()), norm_type, False, foreach))
+        if norms:
+            device = norms[0].device
+            norm: Tensor = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]), norm_type)
+            if error_if_nonfinite and not torch.isfinite(norm):
+                raise OsdpError("the gradient norm is not finite", got=str(norm.item()))
+            return norm
         return norm_by_torch(tensors, norm_type, error_if_nonfinite, foreach)
 
     def clip_grads_with_norm_(

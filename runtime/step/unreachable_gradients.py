@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.distributed.tensor import DTensor
 
@@ -22,12 +22,13 @@ from runtime.step.gradient_hooks import holding_hooks
 from runtime.step.torch_clipping import ShardedGradients
 from runtime.step.ungathered_parameters import naming_sharded_parameters
 
-_models: WeakSet[Any] = WeakSet()
+_models: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+"""In the order in which they were made, which is that of all ranks."""
 
 
 def watch_gradients(model: ShardedGradients) -> None:
     """Refuse `torch.autograd.grad` of a model's sharded parameters, until it is collected."""
-    _models.add(model)
+    _models[model] = None
     _watch()
 
 

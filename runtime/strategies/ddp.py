@@ -42,11 +42,20 @@ class _Bucket:
     """Parameters of a data type whose gradients lie side by side."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters, first = parameters, parameters[0]
-        self.flat = torch.empty(sum(one.numel() for one in parameters), dtype=first.dtype, device=first.device)
-        parts = torch.split(self.flat, [one.numel() for one in parameters])
-        self.views = {one: _laid_out_as(one, part) for one, part in zip(parameters, parts, strict=True)}
+        self.parameters = parameters
+        self.views: dict[nn.Parameter, Tensor] = {}
+        self._renew()
         self.reset()
+
+    def _renew(self) -> None:
+        """Let go of the memory, and have other."""
+        self.flat, first = torch.empty(0), self.parameters[0]
+        self.views.clear()
+        self.flat = torch.empty(sum(one.numel() for one in self.parameters), dtype=first.dtype, device=first.device)
+        parts = torch.split(self.flat, [one.numel() for one in self.parameters])
+        self.views |= {one: _laid_out_as(one, part) for one, part in zip(self.parameters, parts, strict=True)}
+        self.given: set[nn.Parameter] = set()
+        """Those whose gradients were here, where a loop may keep them though they are cleared."""
 
     def reset(self) -> None:
         """Begin a backward."""
@@ -58,13 +67,40 @@ class _Bucket:
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its place."""
-        view, gradient = self.views[parameter], parameter.grad
+        gradient = parameter.grad
+        if self.holds(gradient):
+            return
+        if parameter in self.given:
+            held = [one for one in self.parameters if self.holds(one.grad)]
+            self._renew()
+            for one in self.absent:
+                self.views[one].zero_()
+            for one in held:
+                self._put(one)
         if gradient is None:
-            view.zero_()
+            self.views[parameter].zero_()
             self.absent.append(parameter)
-        elif gradient.untyped_storage()._cdata != self.flat.untyped_storage()._cdata:
-            view.copy_(gradient)
-            parameter.grad = view.view_as(view)  # not our own, as a loop may put something else into its `.data`
+        else:
+            self._put(parameter)
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        """Return whether a gradient lies here."""
+        return gradient is not None and gradient.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
+
+    def _put(self, parameter: nn.Parameter) -> None:
+        """Have a gradient here."""
+        assert parameter.grad is not None
+        self.views[parameter].copy_(parameter.grad)
+        self._give(parameter)
+
+    def _give(self, parameter: nn.Parameter) -> None:
+        """Let a parameter have what is here.
+
+        Not our own tensor, as a loop may put something else into its `.data`, nor a view, on which autograd refuses
+        `detach_()`, with which old loops clear gradients.
+        """
+        parameter.grad = self.views[parameter].detach()
+        self.given.add(parameter)
 
     def send(self) -> None:
         """Begin to add up the gradients of all ranks."""
@@ -80,7 +116,10 @@ class _Bucket:
             absent = [] if is_fake(self.flat) else self.absent
             others = torch.stack([self.views[one].any() for one in absent]).tolist() if absent else []
             for parameter, is_there in zip(absent, others, strict=True):  # other ranks have one
-                parameter.grad = self.views[parameter].view_as(parameter) if is_there else None
+                if is_there:
+                    self._give(parameter)
+                else:
+                    parameter.grad = None
         self.reset()
 
 
@@ -200,7 +239,7 @@ class ReplicatedModel(WrappedUnit):
             bucket.finish()
 
     def averages(self, gradient: Tensor) -> bool:
-        return any(gradient.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata for bucket in self.buckets)
+        return any(bucket.holds(gradient) for bucket in self.buckets)
 
     def reset(self) -> None:
         self.came.clear()

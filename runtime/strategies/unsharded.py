@@ -82,7 +82,7 @@ class UnshardedParameters(WrappedUnit):
             total = torch.cat([_gradient(one).to(dtype).reshape(-1) for one in members])
             dist.all_reduce(torch.view_as_real(total) if dtype.is_complex else total)
             for one, part in zip(members, torch.split(total, [one.numel() for one in members]), strict=True):
-                one.grad = (part / self.replicas).to(one.dtype).view(one.shape)
+                one.grad = (part / self.replicas).to(one.dtype).view(one.shape).detach()  # no view, for `detach_()`
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._averaged = [(TensorWeakRef(one), one._version) for one in gradients]
         return 1.0

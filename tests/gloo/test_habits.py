@@ -186,6 +186,7 @@ def by_operations(model: Any, ranks: Sequence[int]) -> list[float]:
         whole = getattr(weight, "full_tensor", lambda weight=weight: weight)()  # with its history
         seen.append(float(whole.detach().sum()))
         nn.init.eye_(weight)
+        nn.init.orthogonal_(model.decoder.weight)  # with more columns than rows
         seen += torch.stack([one.norm() for one in model.parameters()]).tolist()
         each_step(model, ranks, lambda x: model(x).pow(2).mean())
     return seen
@@ -206,6 +207,7 @@ def by_plain(model: Any, ranks: Sequence[int]) -> list[float]:
             torch._foreach_lerp_([average], [parameter], 0.3)
             numbers = ((noise - parameter).norm(), average.sum(), nn.functional.mse_loss(parameter, noise))
             seen += [*map(float, numbers), float(torch.allclose(parameter, noise))]
+            seen += [float(torch.equal(noise, parameter)), float(torch.equal(parameter, parameter.clone()))]
         weight, other = model.encoder.weight, torch.rand(6, 6)
         torch.mm(0.3 * other, other, out=weight.data)
         weight.copy_(torch.cat([weight[:2], (other @ weight)[2:]]) + torch.stack([weight, other]).mean(0))
@@ -303,10 +305,32 @@ def by_autograd(model: Any, ranks: Sequence[int]) -> list[float]:
         seen.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
         optimizer.step()
         optimizer.zero_grad()
+    torch.autograd.graph.register_multi_grad_hook(parameters, lambda given: seen.append(float(len(given))))
     for parameter in parameters:
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         parameter.register_hook(lambda gradient: gradient * 0.5)
     each_step(model, ranks, lambda x: model(x).pow(2).mean())
+    return seen
+
+
+def by_kept_gradients(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Keep gradients of one loss while another's are made, clip them beside others, and clear as old loops do."""
+    optimizer, seen, other = sgd(model), [], nn.Parameter(torch.ones(3))
+    for number in range(STEPS):
+        kept = []
+        for power in (2, 3):
+            mean_of(ranks, lambda x: model(x).pow(power).mean(), number).backward()  # noqa: B023
+            finish(model)
+            kept.append([parameter.grad for parameter in model.parameters()])
+            model.zero_grad()
+        for parameter, *gradients in zip(model.parameters(), *kept, strict=True):
+            parameter.grad = gradients[0] + 0.5 * gradients[1]
+        other.grad = torch.full((3,), 0.1)
+        seen.append(float(nn.utils.clip_grad_norm_([*model.parameters(), other], 0.1)))
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad.detach_()
+            parameter.grad.zero_()
     return seen
 
 
@@ -342,6 +366,7 @@ LOOPS: tuple[Train, ...] = (
     by_gradient_hooks,
     by_gradients_of_ones_own,
     by_autograd,
+    by_kept_gradients,
 )
 PLANS: dict[Train, tuple[str, ...]] = {
     by_pairs: ("owner", "shard"),
