@@ -36,7 +36,7 @@ def unchanged(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 def without_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor that transforms of torch.func, such as vmap, have wrapped."""
+    """Return the tensor that transforms of torch.func have wrapped: those of vmap say that they need no gradient."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from profiler.errors import OsdpError
 from profiler.nested_tensors import tensors_in
+from runtime.autograd_compat import without_transforms
 
 
 def refuse_double_backward_through(module: nn.Module) -> None:
@@ -25,7 +26,7 @@ def watch_outputs(module: nn.Module, reached: Callable[[], None]) -> None:
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for tensor in tensors_in(output):
+            for tensor in map(without_transforms, tensors_in(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(call)  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from profiler.errors import OsdpError
 from profiler.nested_tensors import tensors_in
-from runtime.autograd_compat import in_backward, is_differentiated
+from runtime.autograd_compat import in_backward, is_differentiated, without_transforms
 from runtime.local_shards import LocalShard
 from runtime.module_outputs import refuse_double_backward
 from runtime.sharded_model import ShardedModel
@@ -156,7 +156,7 @@ class Accumulation:
         postponed = self._postpones
         with naming_sharded_parameters():
             output = self.sharded.module(*args, **kwargs)
-        if not any(tensor.requires_grad for tensor in tensors_in(output)):  # of a frozen model
+        if not any(without_transforms(tensor).requires_grad for tensor in tensors_in(output)):  # of a frozen model
             self.sharded.reshard()
         self._count_backward(output, postponed)
         return output
@@ -188,7 +188,7 @@ class Accumulation:
                 self._count(postponed)
             counted, self._counts_unseen = True, False
 
-        for tensor in tensors_in(output):
+        for tensor in map(without_transforms, tensors_in(output)):
             # A change in place gives a view another history, but not the tensor that it is a view of.
             for one in (tensor, tensor._base):
                 if one is not None and one.requires_grad:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from profiler.nested_tensors import tensors_in, with_tensors
+from runtime.autograd_compat import without_transforms
 from runtime.local_shards import LocalShard, Origin, add_gradient, local_data, whole_or_nothing
 from runtime.module_outputs import refuse_double_backward
 from runtime.parameter_places import ParameterSite
@@ -167,7 +168,7 @@ class OwnedUnit(WrappedUnit):
         if not self.to_run:
             self._release_if_idle()
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
+            for tensor in map(without_transforms, tensors_in(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -334,6 +335,18 @@ def by_kept_gradients(model: Any, ranks: Sequence[int]) -> list[float]:
     return seen
 
 
+def by_vmap(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Run the last micro-batch of a step by vmap, a sample at a time."""
+    optimizer, at_once = sgd(model), torch.func.vmap(model)
+    for number in range(STEPS):
+        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+            mean_of(ranks, lambda x: model(x).pow(2).mean(), number).backward()
+        mean_of(ranks, lambda x: at_once(x).pow(3).mean(), number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda weight: torch.linalg.qr(weight)[0] @ torch.linalg.qr(weight)[1],
     lambda weight: torch.linalg.svd(weight, full_matrices=False)[0].abs().sum(1, keepdim=True) * weight.sign(),
@@ -367,11 +380,13 @@ LOOPS: tuple[Train, ...] = (
     by_gradients_of_ones_own,
     by_autograd,
     by_kept_gradients,
+    by_vmap,
 )
 PLANS: dict[Train, tuple[str, ...]] = {
     by_pairs: ("owner", "shard"),
     by_gradient_hooks: ("replicate", "shard"),  # odc refuses to show what is not complete
     by_autograd: ("replicate",),
+    by_vmap: ("owner", "shard"),
 }
 """Under what some are run, where not under replicate, odc and another."""
 
@@ -385,7 +400,8 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
         for name in PLANS.get(habit, ("replicate", *others)):
             for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
                 mixed = {"encoder": "owner" if name == "shard" else "shard", "decoder": "replicate"}
-                choices = mixed if habit is by_pairs or (habit is by_gradient_hooks and name == "shard") else {}
+                is_mixed = habit in (by_pairs, by_vmap) or (habit is by_gradient_hooks and name == "shard")
+                choices = mixed if is_mixed else {}
                 plan = plan_of(SAMPLE, name, choices, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
                 got = habit(model, [rank])
