@@ -37,6 +37,8 @@ class WrappedUnit:
     """Whether gradients are complete only after `finish_gradients`, which the optimizer's step calls."""
     accumulates_apart: bool = False
     """Whether gradients are outside of `.grad` until then."""
+    has_accumulated: bool = False
+    """Whether this rank has any there."""
 
     def local_shard(self, origin: Origin, parameter: nn.Parameter) -> LocalShard:
         """Return what this rank holds of one of its parameters."""

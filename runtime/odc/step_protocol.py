@@ -219,6 +219,11 @@ class Exchange(WrappedUnit):
         """Those whose gradients `finish_gradients` completes."""
         return [parameter for group in self.groups for unit in group.units for parameter in unit.trained]
 
+    @property
+    def has_accumulated(self) -> bool:  # type: ignore[override]
+        """Whether this rank has pushed gradients since ranks last synchronized."""
+        return any(any(unit.pushed) for group in self.groups for unit in group.units)
+
     def open(self) -> None:
         """Make parameters available to pull, and accumulators to push into. A collective call."""
         if self._state == "open":

@@ -100,6 +100,8 @@ class Accumulation:
         """
         if self._in_backward and not in_backward():  # it failed, and the loop goes on without this batch
             self.discard()
+        if self._accumulates_apart and not any(unit.has_accumulated for unit in self.sharded.units):
+            self.pushed = 0  # of layers that were frozen, or gradients of inputs alone
         if not (self._waits_apart or (self.done and self.once_per_step)):
             return
         cleared = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -347,6 +347,24 @@ def by_vmap(model: Any, ranks: Sequence[int]) -> list[float]:
     return []
 
 
+def by_adversaries(model: Any, ranks: Sequence[int]) -> list[float]:
+    """Train on inputs that were changed along their gradients, which are taken of the model and of the model frozen."""
+    optimizer, loss = sgd(model), lambda x: model(x).pow(2).mean()
+    for number in range(STEPS):
+        inputs = [batch_of(SAMPLE, rank, number)[0][0].requires_grad_() for rank in ranks]
+        model.requires_grad_(False)
+        sum(map(loss, inputs)).backward()
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        for one in inputs:
+            (gradient,) = torch.autograd.grad(loss(one), one)
+            one.data += 0.1 * one.grad.sign() + 0.1 * gradient.sign()
+        optimizer.zero_grad()
+        torch.stack([loss(one.detach()) for one in inputs]).mean().backward()
+        optimizer.step()
+    return []
+
+
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda weight: torch.linalg.qr(weight)[0] @ torch.linalg.qr(weight)[1],
     lambda weight: torch.linalg.svd(weight, full_matrices=False)[0].abs().sum(1, keepdim=True) * weight.sign(),
@@ -381,6 +399,7 @@ LOOPS: tuple[Train, ...] = (
     by_autograd,
     by_kept_gradients,
     by_vmap,
+    by_adversaries,
 )
 PLANS: dict[Train, tuple[str, ...]] = {
     by_pairs: ("owner", "shard"),
