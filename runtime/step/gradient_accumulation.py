@@ -233,7 +233,7 @@ class Accumulation:
         """
         if self.sharded.schedule.by_ddp and in_backward():
             what = "an optimizer steps in a backward, before gradients are averaged over ranks"
-            advice = "step after loss.backward(), or plan with another pin than *=replicate, such as *=shard"
+            advice = "step after loss.backward(), or in hooks by register_post_accumulate_grad_hook"
             raise OsdpError(what, expected="a step after the backward", advice=advice)
         self._complete_reduction()
         if has_closure and self._accumulates_apart:

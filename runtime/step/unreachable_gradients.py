@@ -22,6 +22,8 @@ from runtime.step.gradient_hooks import holding_hooks
 from runtime.step.torch_clipping import ShardedGradients
 from runtime.step.ungathered_parameters import naming_sharded_parameters
 
+IN_BACKWARD = "_in_backward_optimizers"
+"""What `torch.distributed.optim._apply_optimizer_in_backward` sets, whose hooks are those of autograd's nodes."""
 _models: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 """In the order in which they were made, which is that of all ranks."""
 
@@ -34,6 +36,11 @@ def watch_gradients(model: ShardedGradients) -> None:
 
 def check_hooks(model: ShardedModel) -> None:
     """Raise OsdpError if somebody waits for gradients that sharded parameters do not get from autograd."""
+    stepped = [shard.name for shard in model.local_shards if hasattr(shard.parameter, IN_BACKWARD)]
+    if stepped and not model.schedule.by_ddp:  # where a step in a backward is refused itself
+        what = "optimizers in the backward of sharded parameters would never step"
+        advice = "step in hooks by register_post_accumulate_grad_hook"
+        raise OsdpError(what, got=", ".join(stepped[:3]), expected="steps after the backward", advice=advice)
     hooked = [shard for shard in model.local_shards if shard.parameter._backward_hooks]
     if hooked:
         computing = {id(parameter) for unit in model.units for parameter in unit.computing}

@@ -19,8 +19,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from toys import Block, Toy, batch_of, plan_of, refusal, seeded
 
+KNOWS_VMAP = hasattr(FSDPModule, "reset_iter_state")
+"""Whether FSDP2 gathers for a backward of what ran under vmap, as it does from torch 2.13 on."""
 STRATEGIES = ("replicate", "shard", "shard_grad", "owner", "odc:2")
 """What two ranks of one node can run."""
 
@@ -405,7 +408,7 @@ PLANS: dict[Train, tuple[str, ...]] = {
     by_pairs: ("owner", "shard"),
     by_gradient_hooks: ("replicate", "shard"),  # odc refuses to show what is not complete
     by_autograd: ("replicate",),
-    by_vmap: ("owner", "shard"),
+    by_vmap: ("owner", "shard") if KNOWS_VMAP else ("owner",),
 }
 """Under what some are run, where not under replicate, odc and another."""
 
@@ -419,7 +422,11 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
         for name in PLANS.get(habit, ("replicate", *others)):
             for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
                 mixed = {"encoder": "owner" if name == "shard" else "shard", "decoder": "replicate"}
-                is_mixed = habit in (by_pairs, by_vmap) or (habit is by_gradient_hooks and name == "shard")
+                is_mixed = (
+                    habit is by_pairs
+                    or (habit is by_vmap and KNOWS_VMAP)
+                    or (habit is by_gradient_hooks and name == "shard")
+                )
                 choices = mixed if is_mixed else {}
                 plan = plan_of(SAMPLE, name, choices, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
@@ -504,6 +511,9 @@ def refuse(rank: int) -> dict[str, str]:
         for call in (dist.all_gather_into_tensor, dist.all_to_all_single):
             assert "collective call" in refusal(lambda: call(torch.empty(12, 6), whole.detach()))  # noqa: B023
         said[f"beside {name}"] = refusal(lambda: whole + torch.ones(whole.shape, requires_grad=True))  # noqa: B023
+        whole._in_backward_optimizers = []  # as `_apply_optimizer_in_backward` does
+        said[f"never stepped {name}"] = refusal(lambda: step(model))  # noqa: B023
+        del whole._in_backward_optimizers
         said[f"read {name}"] = refusal(lambda: numpy.asarray(whole.detach()))  # noqa: B023
         said[f"laid out otherwise {name}"] = refusal(lambda: setattr(whole, "data", torch.zeros(whole.shape)))  # noqa: B023
         step(model)
@@ -518,6 +528,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
         "converted": "convert the model before OSDP(...)",
         "shared": "another OSDP model has layers of this one",
         "amid": "step after loss.backward()",
+        "never stepped": "register_post_accumulate_grad_hook",
         "differentiated": "torch.func.grad, vjp, jvp and jacrev",
         "laid out": "p.data = 0.9 * p.data",
         "not allowed": "tensor.full_tensor()",
@@ -526,6 +537,6 @@ def test_what_cannot_be_followed_is_refused() -> None:
     }
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
-    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 7 * (len(STRATEGIES) - 1)
+    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 8 * (len(STRATEGIES) - 1)
     for name, text in by_rank[0].items():
         assert next(part for start, part in known.items() if name.startswith(start)) in text, (name, text)
