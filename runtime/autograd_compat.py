@@ -45,6 +45,14 @@ def without_transforms(tensor: Tensor) -> Tensor:
 
 def is_differentiated() -> bool:
     """Whether a transform of torch.func runs that takes derivatives."""
-    functorch = torch._C._functorch
-    kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
-    return any(one.key() in kinds for one in functorch.get_interpreter_stack() or ())
+    kinds = torch._C._functorch.TransformType
+    return _runs_in(kinds.Grad, kinds.Jvp)
+
+
+def is_vmapped() -> bool:
+    """Whether vmap runs."""
+    return _runs_in(torch._C._functorch.TransformType.Vmap)
+
+
+def _runs_in(*kinds: Any) -> bool:
+    return any(one.key() in kinds for one in torch._C._functorch.get_interpreter_stack() or ())

@@ -29,6 +29,7 @@ from profiler.early_stops import is_early_stop
 from profiler.errors import OsdpError
 from profiler.rerun_arguments import Forward, handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
+from runtime.autograd_compat import is_vmapped
 from runtime.odc.dry_run_windows import is_dry_run
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
@@ -85,6 +86,9 @@ class _Checkpointed:
         """Run the forward, to be run again in backward if there is one."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if is_vmapped():
+            advice = "plan without recomputation, or run it on a batch"
+            raise OsdpError(f"{self.name} is recomputed, and runs under torch.func.vmap", advice=advice)
         mode = tuple(module.training for module in self.block.modules())
         before, states = self._copies(self.changed.get(mode)), self._states()
         again, forward = _Again(self, before), self.forward

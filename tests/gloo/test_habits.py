@@ -20,7 +20,7 @@ from ranks import run_ranks
 from thoroughness import STEPS, THOROUGH
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from toys import Block, Toy, batch_of, plan_of, refusal, seeded
+from toys import Block, Blocks, Toy, batch_of, plan_of, refusal, seeded
 
 KNOWS_VMAP = hasattr(FSDPModule, "reset_iter_state")
 """Whether FSDP2 gathers for a backward of what ran under vmap, as it does from torch 2.13 on."""
@@ -407,7 +407,10 @@ LOOPS: tuple[Train, ...] = (
 PLANS: dict[Train, tuple[str, ...]] = {
     by_pairs: ("owner", "shard"),
     by_gradient_hooks: ("replicate", "shard"),  # odc refuses to show what is not complete
+    by_gradients_of_ones_own: ("replicate", "shard"),
     by_autograd: ("replicate",),
+    by_kept_gradients: ("replicate", "owner"),
+    by_adversaries: ("odc:2",),
     by_vmap: ("owner", "shard") if KNOWS_VMAP else ("owner",),
 }
 """Under what some are run, where not under replicate, odc and another."""
@@ -508,6 +511,8 @@ def refuse(rank: int) -> dict[str, str]:
         if name == "owner":
             biases = [one.detach() for one in model.parameters() if one.shape == (6,)]
             assert "different ranks own" in refusal(lambda: sum(biases))  # noqa: B023
+            recomputed = OSDP(seeded(Blocks), plan_of(Blocks(), name, recomputed=("blocks.0",), ranks=(1, 2)))
+            said["vmapped"] = refusal(lambda: torch.func.vmap(recomputed)(x))  # noqa: B023
         for call in (dist.all_gather_into_tensor, dist.all_to_all_single):
             assert "collective call" in refusal(lambda: call(torch.empty(12, 6), whole.detach()))  # noqa: B023
         said[f"beside {name}"] = refusal(lambda: whole + torch.ones(whole.shape, requires_grad=True))  # noqa: B023
@@ -528,6 +533,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
         "converted": "convert the model before OSDP(...)",
         "shared": "another OSDP model has layers of this one",
         "amid": "step after loss.backward()",
+        "vmapped": "blocks.0 is recomputed, and runs under torch.func.vmap",
         "never stepped": "register_post_accumulate_grad_hook",
         "differentiated": "torch.func.grad, vjp, jvp and jacrev",
         "laid out": "p.data = 0.9 * p.data",
@@ -537,6 +543,6 @@ def test_what_cannot_be_followed_is_refused() -> None:
     }
     by_rank = run_ranks(refuse, 2)
     assert by_rank[0] == by_rank[1]
-    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 2 + 8 * (len(STRATEGIES) - 1)
+    assert len(by_rank[0]) == 12 * len(STRATEGIES) + 3 + 8 * (len(STRATEGIES) - 1)
     for name, text in by_rank[0].items():
         assert next(part for start, part in known.items() if name.startswith(start)) in text, (name, text)
