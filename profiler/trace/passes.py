@@ -16,7 +16,7 @@ from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
-from profiler.trace.affine_fit import BEYOND, FOURTH, SINGLE, SIZES, TOLERANCE, exact_line, line
+from profiler.trace.affine_fit import BETWEEN, BEYOND, SINGLE, SIZES, TOLERANCE, exact_line, line
 from profiler.trace.call_records import CallRecord
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
@@ -81,12 +81,12 @@ def run_sizes(
     passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
-        sums = [one.sums for one in passes.values()]
-        if any(one - 2 * two + three for one, two, three in zip(*sums, strict=False)):
-            passes[FOURTH] = runner.run(FOURTH)
+        sums, (second, third) = [one.sums for one in passes.values()], [size - first for size in others]
+        if any((b - a) * third != (c - a) * second for a, b, c in zip(*sums, strict=False)):
+            passes = dict(sorted({**passes, **{size: runner.run(size) for size in BETWEEN}}.items()))
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-        if not _is_single_on_line(passes):
+        if _is_single_above(passes):
             with suppress(ModelError):
                 _check_beyond(runner, passes, runner.run(BEYOND))
     can_recompute = trains(module) and any(block not in runner.rerun for block in runner.blocks)
@@ -120,31 +120,36 @@ def run_sizes(
     )
 
 
-def _flops(calls: Sequence[CallRecord]) -> list[int]:
-    return [tally.flops for call in calls for tally in (call.forward, call.backward)]
+def _counts(call: CallRecord) -> tuple[tuple[float, str], ...]:
+    """Return what has to grow linearly of a call, and in words what it is."""
+    return (
+        (call.forward.flops, "the number of FLOPs in the forward of"),
+        (call.backward.flops, "the number of FLOPs in the backward of"),
+        (call.saved.bytes, "the number of bytes that are saved for backward by"),
+    )
 
 
-def _is_single_on_line(passes: Mapping[int, Pass]) -> bool:
-    """Return whether a micro-batch of one sample has the FLOPs of the line through others; not so if it has not run."""
+def _is_single_above(passes: Mapping[int, Pass]) -> bool:
+    """Return whether a micro-batch of one sample has more than the line through others says, as halves that are rounded
+    up have; also if it has not run.
+    """
     if SINGLE not in passes:
-        return False
-    smallest, second, single = (_flops(passes[size].calls) for size in (*SIZES[:2], SINGLE))
-    of_calls = zip(smallest, second, single, strict=False)
-    return all(
-        a != b and abs(line((a, b), SIZES[:2])(SINGLE) - one) <= TOLERANCE * one for a, b, one in of_calls if a or b
+        return True
+    smallest, second, single = (passes[size].calls for size in (*SIZES[:2], SINGLE))
+    return any(
+        one > (1 + TOLERANCE) * line((a, b), SIZES[:2])(SINGLE)
+        for calls in zip(smallest, second, single, strict=False)
+        for (a, _), (b, _), (one, _) in zip(*map(_counts, calls), strict=True)
     )
 
 
 def _check_beyond(runner: _Runner, passes: Mapping[int, Pass], beyond: Pass) -> None:
-    """Raise StepsError if a micro-batch beyond the others has more FLOPs than the line through them says."""
-    sizes = [size for size in passes if size != SINGLE]
-    measured = [passes[size].calls for size in sizes]
-    for *calls, call in zip(*measured, beyond.calls, strict=False):
-        name = runner.groups[call.operator].modules[0]
-        *flops, most = (_flops([one]) for one in (*calls, call))
-        for values in zip(*flops, most, strict=True):
-            if values[-1] > line(values[:-1], sizes)(BEYOND):
-                exact_line(values, f"the number of FLOPs of `{name}`", (*sizes, BEYOND))
+    """Raise StepsError if a micro-batch beyond the others has more of anything than the line through them says."""
+    sizes = (*(size for size in passes if size != SINGLE), BEYOND)
+    for calls in zip(*(passes[size].calls for size in sizes[:-1]), beyond.calls, strict=False):
+        name = runner.groups[calls[0].operator].modules[0]
+        for counts in zip(*map(_counts, calls), strict=True):
+            exact_line([count for count, _ in counts], f"{counts[0][1]} `{name}`", sizes)
 
 
 _OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)
@@ -163,7 +168,7 @@ def _run_recomputed(runner: _Runner, passes: Mapping[int, Pass]) -> tuple[Recomp
     failures = dict[Recompute, str]()
     first, *_ = passes
     # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
-    left_out = {SIZES[-1], SINGLE} if len(passes) > 1 and FOURTH not in passes else set[int]()
+    left_out = {SIZES[-1], SINGLE} if len(passes) > 1 and BETWEEN[0] not in passes else set[int]()
     for size in (size for size in passes if size not in left_out):
         for how in kinds:
             try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from rehearsals import compare, plan_of
 from synthetic import cluster
 from torch import Tensor, nn
@@ -293,22 +296,67 @@ class SomeRows(nn.Module):
         return x.pow(2).sum()
 
 
+class SharesOfValues(nn.Module):
+    """Shares of the samples in what multiplies no matrices."""
+
+    def __init__(self, chosen: Callable[[int], int], width: int) -> None:
+        super().__init__()
+        self.chosen, self.below, self.above = chosen, nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, rows, width) -> a loss."""
+        x, rows = self.below(x), self.chosen(len(x))
+        return self.above(torch.cat([x[:rows].exp().tanh().sigmoid(), x[rows:]])).pow(2).sum()
+
+
+class Chunks(nn.Module):
+    """A layer that runs for so many samples at a time."""
+
+    def __init__(self, samples: int, width: int) -> None:
+        super().__init__()
+        self.samples, self.layers = samples, nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, rows, width) -> a loss."""
+        for layer in self.layers:
+            x = torch.cat([torch.tanh(layer(chunk)) for chunk in x.split(self.samples)])
+        return x.pow(2).sum()
+
+
+class ChunksOfValues(Chunks):
+    """Statistics of so many samples at a time, as ghost batch norm has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            chunks = layer(x).transpose(1, 2).split(self.samples)
+            x = torch.cat([F.batch_norm(chunk, None, None, training=True) for chunk in chunks]).transpose(1, 2)
+        return x.pow(2).sum()
+
+
+SHARES: list[Callable[[int], int]] = [
+    lambda n: max(1, int(0.6 * n)),
+    lambda n: int(0.55 * n),
+    lambda n: (n + 1) // 2,
+    lambda n: max(1, n // 4),
+    lambda n: max(1, int(0.1 * n)),
+]
+
+
 @pytest.mark.parametrize(
-    "chosen",
+    "build",
     [
-        lambda n: max(1, int(0.6 * n)),
-        lambda n: int(0.55 * n),
-        lambda n: (n + 1) // 2,
-        lambda n: max(1, n // 4),
-        lambda n: max(1, int(0.1 * n)),
+        *(partial(SomeRows, share, 64) for share in SHARES),
+        *(partial(SharesOfValues, share, 64) for share in SHARES[:3]),
+        *(partial(Chunks, samples, 64) for samples in (8, 13)),
+        partial(ChunksOfValues, 8, 64),
     ],
 )
-def test_shares_of_the_batch_that_even_micro_batches_do_not_show(chosen: Callable[[int], int]) -> None:
-    """Of 2, 4 and 6 samples, the first are 1, 2 and 3, and of 21 12 or 11, where the line says 10 and a half."""
-    model = source(lambda: SomeRows(chosen, 64), (16, 64))
-    with pytest.raises(OsdpError, match="does not grow linearly") as refused:
+def test_steps_that_small_micro_batches_do_not_show(build: Callable[[], nn.Module]) -> None:
+    """Of 2 and 4 samples, shares are 1 and 2, and of 21 12 or 11, where the line says 10 and a half; chunks are one."""
+    model = source(build, (16, 64))
+    with pytest.raises(OsdpError) as refused:
         trace_model(model)
-    assert "at 33" in refused.value.got
+    assert re.search("micro-batch 32|at 3[23]$", f"{refused.value.what} {refused.value.got}")
     assert "fix the micro-batch" in refused.value.advice
     graph, machine = trace_model(model, micro_batch=21), cluster(1, 4)
     plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=21)
