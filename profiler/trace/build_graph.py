@@ -28,11 +28,12 @@ from profiler.model_graph import (
 )
 from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
-from profiler.trace.affine_fit import SINGLE, Sizes, StepsError, envelope, exact_line, line
+from profiler.trace.affine_fit import SINGLE, Sizes, envelope, exact_line, line
 from profiler.trace.call_records import CallRecord, Ending, Opening, Tally
 from profiler.trace.find_operators import Group, held_whole
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
+from profiler.trace.unlike_passes import check_alike, order_of
 from profiler.trace.waiting_gradients import less, waiting_bytes, without_waiting
 
 _WORK = ("flops", "matmul_bytes", "other_bytes")
@@ -68,11 +69,11 @@ def assemble(
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
         raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
-    if SINGLE in passes and _order(passes[SINGLE]) != _order(first):
+    if SINGLE in passes and order_of(passes[SINGLE]) != order_of(first):
         passes = {size: one for size, one in passes.items() if size != SINGLE}
-    _check_alike(source.name, groups, passes)
+    check_alike(source.name, groups, passes)
     recomputed, selective, *apart_passes = (
-        {size: one for size, one in runs.items() if size in passes and _order(one) == _order(first)}
+        {size: one for size, one in runs.items() if size in passes and order_of(one) == order_of(first)}
         for runs in (recomputed, selective, *(apart.get(how, {}) for how in _KINDS))
     )
     if [*map(len, apart_passes)] != [*map(len, (passes, recomputed, selective))]:
@@ -146,26 +147,6 @@ def _fingerprint(
     work = [(call.operator, call.block, call.forward, call.backward, call.output_bytes) for call in calls]
     extents = [(block.name, block.kind, block.first_call, block.last_call) for block in blocks]
     return hashlib.sha256(repr((operators, work, extents, precision, length)).encode()).hexdigest()[:16]
-
-
-def _order(one: Pass) -> list[tuple[int, int | None]]:
-    return [(call.operator, call.block) for call in one.calls]
-
-
-def _check_alike(name: str, groups: Sequence[Group], passes: Mapping[int, Pass]) -> None:
-    """Raise StepsError unless every pass ran the same operators in the same order."""
-    smallest, expected = next((size, _order(one)) for size, one in passes.items())
-    for size, one in passes.items():
-        order = _order(one)
-        if order == expected:
-            continue
-        differing = next((i for i, (a, b) in enumerate(zip(order, expected, strict=False)) if a != b), None)
-        at = "its end" if differing is None else f"`{groups[expected[differing][0]].modules[0]}`"
-        what = f"{name} runs different operators at micro-batch {size} than at {smallest}"
-        got = f"{len(order)} calls against {len(expected)}, differing first at {at}"
-        advice = "fix the micro-batch (--batch), or do not branch or loop on the batch dimension in forward"
-        same = "the same operators in the same order for every micro-batch"
-        raise StepsError(what, got=got, expected=same, advice=advice)
 
 
 def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:

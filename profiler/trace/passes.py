@@ -16,8 +16,7 @@ from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
-from profiler.trace.affine_fit import BETWEEN, BEYOND, SINGLE, SIZES, TOLERANCE, exact_line, line
-from profiler.trace.call_records import CallRecord
+from profiler.trace.affine_fit import BETWEEN, BEYOND, SINGLE, SIZES
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
@@ -29,6 +28,7 @@ from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.resting_reads import reads_as_on_ranks
 from profiler.trace.trace_errors import ModelError, explained_inputs
+from profiler.trace.unlike_passes import check_beyond, is_single_above
 from profiler.trace.waiting_gradients import told_apart
 
 
@@ -86,9 +86,9 @@ def run_sizes(
             passes = dict(sorted({**passes, **{size: runner.run(size) for size in BETWEEN}}.items()))
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-        if _is_single_above(passes):
+        if is_single_above(passes):
             with suppress(ModelError):
-                _check_beyond(runner, passes, runner.run(BEYOND))
+                check_beyond(source.name, runner.groups, passes, runner.run(BEYOND))
     can_recompute = trains(module) and any(block not in runner.rerun for block in runner.blocks)
     recomputed, failures = _run_recomputed(runner, passes) if can_recompute else ({}, {})
     apart = dict[Recompute, dict[int, Pass]]()
@@ -118,38 +118,6 @@ def run_sizes(
         let_go,
         runner.written,
     )
-
-
-def _counts(call: CallRecord) -> tuple[tuple[float, str], ...]:
-    """Return what has to grow linearly of a call, and in words what it is."""
-    return (
-        (call.forward.flops, "the number of FLOPs in the forward of"),
-        (call.backward.flops, "the number of FLOPs in the backward of"),
-        (call.saved.bytes, "the number of bytes that are saved for backward by"),
-    )
-
-
-def _is_single_above(passes: Mapping[int, Pass]) -> bool:
-    """Return whether a micro-batch of one sample has more than the line through others says, as halves that are rounded
-    up have; also if it has not run.
-    """
-    if SINGLE not in passes:
-        return True
-    smallest, second, single = (passes[size].calls for size in (*SIZES[:2], SINGLE))
-    return any(
-        one > (1 + TOLERANCE) * line((a, b), SIZES[:2])(SINGLE)
-        for calls in zip(smallest, second, single, strict=False)
-        for (a, _), (b, _), (one, _) in zip(*map(_counts, calls), strict=True)
-    )
-
-
-def _check_beyond(runner: _Runner, passes: Mapping[int, Pass], beyond: Pass) -> None:
-    """Raise StepsError if a micro-batch beyond the others has more of anything than the line through them says."""
-    sizes = (*(size for size in passes if size != SINGLE), BEYOND)
-    for calls in zip(*(passes[size].calls for size in sizes[:-1]), beyond.calls, strict=False):
-        name = runner.groups[calls[0].operator].modules[0]
-        for counts in zip(*map(_counts, calls), strict=True):
-            exact_line([count for count, _ in counts], f"{counts[0][1]} `{name}`", sizes)
 
 
 _OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)
