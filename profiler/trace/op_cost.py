@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from profiler.loss_storage import keeps_storage
+from profiler.kept_storage import keeps_storage
 from profiler.selective_recomputation import is_product
 from profiler.trace.data_dependent import Dependence, dependence_of
 
@@ -61,7 +61,7 @@ class Op:
     product: bool
     """Selective recomputation may keep what it returns (`is_kept` tells of each call)."""
     keeps_storage: bool
-    """Its kernel may leave its output more memory than that has (`loss_storage`)."""
+    """Its kernel may leave its output more memory than that has (`kept_storage`)."""
     statistics: int | None
     """Changes arguments of which its schema does not say so: the position of a running mean, which a running variance
     and whether they change follow."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.loss_storage import with_kept_storage
+from profiler.kept_storage import with_kept_storage
 from profiler.model_graph import Recompute
 from profiler.nested_tensors import tensors_in
 from profiler.rerun_arguments import handed_alike

@@ -42,7 +42,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.byte_sizes import allocated_bytes
 from profiler.fake_devices import DEVICE, device_of
-from profiler.loss_storage import keeps_storage, with_kept_storage
+from profiler.kept_storage import keeps_storage, with_kept_storage
 from runtime.autograd_compat import without_transforms
 from runtime.step.gradient_hooks import AtOnce
 from runtime.strategies import offloaded_input

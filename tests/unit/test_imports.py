@@ -39,7 +39,7 @@ SHARED = frozenset(
         "early_stops",
         "fake_devices",
         "handed_containers",
-        "loss_storage",
+        "kept_storage",
         "mixed_precision",
         "nested_tensors",
         "offloaded_input",

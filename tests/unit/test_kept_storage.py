@@ -1,4 +1,4 @@
-"""What losses leave in memory, with data and without, and what a plan says of it."""
+"""What losses and `F.fold` leave in memory, with data and without, and what a plan says of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from rehearsals import compare, plan_of
 from synthetic import cluster
 from thoroughness import some
@@ -91,6 +92,24 @@ def test_without_data_a_loss_leaves_what_it_leaves_with_data(loss: type[nn.Modul
         assert bytes_of(loss(reduction=reduction), LOSSES[loss]) == found
 
 
+FOLDS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "overlapping": (nn.Fold((20, 30), 3, padding=1), (2, 18, 600)),
+    "apart": (nn.Fold((20, 30), 2, stride=2), (2, 8, 150)),
+    "with gaps": (nn.Fold((20, 30), 2, stride=5), (2, 8, 24)),
+    "one image": (nn.Fold((20, 30), 3, padding=1), (18, 600)),
+    "unfolding": (nn.Unfold(3, padding=1), (2, 5, 20, 30)),
+    "unfolding with gaps": (nn.Unfold(2, stride=5), (2, 5, 20, 30)),
+}
+
+
+@pytest.mark.parametrize("how", FOLDS)
+def test_without_data_a_fold_leaves_what_it_leaves_with_data(how: str) -> None:
+    fold, shape = FOLDS[how]
+    found = bytes_of(fold, lambda: (values(*shape),))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert bytes_of(fold, lambda: (values(*shape),)) == found
+
+
 class Gated(nn.Module):
     """A block that saves what it returns."""
 
@@ -151,3 +170,26 @@ def test_a_plan_counts_it_and_what_the_model_holds_on_to(
     plan = plan_of(graph, cluster(1, 4), choices, again, micro_batch=64, optimizer="sgd")
     found = compare(plan, model, graph, cluster(1, 4), with_data=True)
     assert abs(found.error) <= 0.002
+
+
+class Local(nn.Module):
+    """A layer, and the sum of each pixel's surroundings, as local attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16, 32) -> the same."""
+        around = F.unfold(self.layer(x)[:, None].tanh(), 3, padding=1)
+        return F.fold(around.sigmoid(), x.shape[1:], 3, padding=1).squeeze(1)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_plan_counts_what_folds_leave(recomputes: bool) -> None:
+    model = source(lambda: nn.Sequential(*(Local() for _ in range(3))), (16, 32))
+    graph, machine = trace_model(model), cluster(1, 4)
+    again = [block.name for block in graph.blocks] if recomputes else []
+    choices = {operator.name: "shard" for operator in graph.operators}
+    plan = plan_of(graph, machine, choices, again, micro_batch=16, optimizer="sgd")
+    assert abs(compare(plan, model, graph, machine, with_data=True).error) <= 0.002
