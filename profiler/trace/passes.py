@@ -190,7 +190,7 @@ class _Runner:
         self._wrap = wrap
         self._dtypes = dtypes
         self._readers = dict[int, set[str]]()
-        """By operator: modules of its block that read the dtype of its parameters, by path."""
+        """By operator: modules that read its parameters in any pass, or in its block their dtype, by path."""
         self.written = dict[str, None]()
         """Parameters that the model itself changes in any pass."""
         self._reads_as_on_ranks = True
@@ -277,15 +277,13 @@ class _Runner:
 
     def _merge(self, trial: Pass) -> bool:
         """Make one operator of modules that read each other's parameters in a pass; return whether there are any."""
-        read_outside = {one: by for one, by in trial.read_outside.items() if not self._reads_in_hooks(one)}
-        for operator, readers in self._readers.items():
-            read_outside[operator] = read_outside.get(operator, set()) | readers
-        merged = merge_read_outside(self.groups, read_outside, trial.ran)
+        merged = merge_read_outside(self.groups, self._readers, trial.ran)
         if merged == self.groups:
             return False
         if apart := of_other_dtypes(self._module, merged, {name: one.rest for name, one in self._dtypes.items()}):
             raise OtherDtypesError(apart)
         self.groups = merged
+        self._readers.clear()
         return True
 
     def _without_gradient(self, found: Pass) -> set[str]:
@@ -421,6 +419,9 @@ class _Runner:
             found = run_pass(self._source, module, fed, device, options)
         self._leave_rerun(found)
         self.written |= found.written
+        for operator, readers in found.read_outside.items():
+            if not self._reads_in_hooks(operator):  # the first pass may read alone what later ones find in a cache
+                self._readers.setdefault(operator, set()).update(readers)
         self.decides_by_draws = bool(drawn.count) or device.data.decides_by_draws
         self._left = found.kept
         return found

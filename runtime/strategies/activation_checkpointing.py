@@ -7,8 +7,9 @@ micro-batch and not three times.
 
 A forward that runs again must do what it did, and leave nothing behind.  So lists that it is handed are what they were
 (`profiler.rerun_arguments`); buffers that it changes (statistics of BatchNorm, vectors of spectral norms) have again
-the values that they had before it, and keep those that it gave them; and in the first step its matrix products, and
-how large they are, are compared: a block that remembers something else is refused.
+the values that they had before it, and keep those that it gave them, as do plain attributes
+(`runtime.strategies.remembered_attributes`); and in the first step its matrix products, and how large they are, are
+compared: a block that remembers something else is refused.
 
 Recomputed selectively, a block keeps what its matrix products and attention return, and takes it up again instead of
 computing it (`profiler.selective_recomputation`).  Offloaded, its input is on the host meanwhile
@@ -16,7 +17,7 @@ computing it (`profiler.selective_recomputation`).  Offloaded, its input is on t
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,9 +35,11 @@ from runtime.odc.dry_run_windows import is_dry_run
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
 from runtime.strategies.offloaded_input import Offloading
+from runtime.strategies.remembered_attributes import RememberedAttributes
 from runtime.torch_compat import is_fake
 
 Buffers = dict[ParameterSite, Tensor]
+States = dict[ParameterSite, tuple[int, int]]
 
 
 def recompute(sharded: ShardedModel, compile_backend: str | None) -> None:
@@ -79,8 +82,8 @@ class _Checkpointed:
         """Whether it keeps what matrix products and attention return."""
         self.is_checked = is_compiled
         """Whether a forward was seen to run again as it did; a compiled one cannot be watched."""
-        self.changed: dict[tuple[bool, ...], frozenset[ParameterSite]] = {}
-        """Buffers that a forward changes, by which of the modules are in training mode."""
+        self.changed: dict[tuple[bool, ...], dict[ParameterSite, bool]] = {}
+        """Buffers that a forward changes, and whether they count that, by which of the modules are in training mode."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, to be run again in backward if there is one."""
@@ -103,37 +106,43 @@ class _Checkpointed:
             output = checkpoint(
                 forward, *args, use_reentrant=False, context_fn=lambda: (again.forward(), again), **kwargs
             )
+        again.remembered.end()
         if offloaded is not None:
             offloaded.let_go(self.name)
-        is_first = mode not in self.changed
-        if is_first:
-            # Written with the same values is changed too: later ones may be others; `.data` changes values alone.
-            after = self._states()
-            is_left = {site: states.get(site) == after.get(site) and _same(site, old) for site, old in before.items()}
-            self.changed[mode] = frozenset(site for site, same in is_left.items() if not same)
-        for site in before.keys() - self.changed[mode]:
-            del before[site]
-        if not is_first:
-            self._check_others(before, states)
+        self._let_go_of_unchanged(mode, before, states)
         return output
 
-    def _states(self) -> dict[ParameterSite, tuple[int, int]]:
+    def _let_go_of_unchanged(self, mode: tuple[bool, ...], before: Buffers, states: States) -> None:
+        """Drop the copies of buffers that a forward has left as they were; `states` are from before it."""
+        after = self._states()
+        if mode not in self.changed:
+            # Written with the same values is changed too: later ones may be others; `.data` changes values alone.
+            counts = {site: states.get(site) != after.get(site) for site in before}
+            left = {site for site, old in before.items() if not counts[site] and _same(site, old)}
+            self.changed[mode] = {site: counts[site] for site in before.keys() - left}
+        else:
+            self._check_others(before, states, after)
+        for site in [*before]:  # a cache is filled once
+            if site not in self.changed[mode] or (self.changed[mode][site] and states.get(site) == after.get(site)):
+                del before[site]
+
+    def _states(self) -> States:
         """Return which tensor each buffer is, and how often it was changed."""
         sites = ((module, *item) for module in self.block.modules() for item in module.named_buffers(recurse=False))
         return {(module, name): (id(buffer), buffer._version) for module, name, buffer in sites}
 
-    def _check_others(self, before: Buffers, states: dict[ParameterSite, tuple[int, int]]) -> None:
+    def _check_others(self, before: Buffers, states: States, after: States) -> None:
         """Raise OsdpError if a buffer of which there is no copy has changed: an earlier forward left it as it was."""
         changed = [
             site[1]
-            for site, state in self._states().items()
+            for site, state in after.items()
             if site not in before and states.get(site) != state and not is_fake(site[0].get_buffer(site[1]))
         ]
         if changed:
             what = f"block {self.name} cannot be recomputed: some of its forwards change buffers that others leave"
             raise OsdpError(what, got=", ".join(changed), advice=f"plan with the pin {self.name}=keep")
 
-    def _copies(self, sites: frozenset[ParameterSite] | None) -> Buffers:
+    def _copies(self, sites: Container[ParameterSite] | None) -> Buffers:
         """Return copies of the block's buffers, or of some of them."""
         with torch.no_grad():
             return {
@@ -162,6 +171,7 @@ class _Again(AbstractContextManager[None, bool]):
     def __init__(self, block: _Checkpointed, before: Buffers) -> None:
         self.block, self.before = block, before
         """`before`: buffers that the forward changes, as they were."""
+        self.remembered = RememberedAttributes(block.block)
         self.kept = KeptOutputs() if block.is_selective else None
         self.first = nullcontext() if block.is_checked else _Products(block.name, None)
         """What compares its matrix products, when it runs first."""
@@ -183,6 +193,7 @@ class _Again(AbstractContextManager[None, bool]):
             # Other tensors in their places: autograd may have kept those that are there.
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
+        self.stack.enter_context(self.remembered.restored())
         if self.kept is not None:
             self.stack.callback(self.kept.end)
             self.stack.enter_context(_Keeping(self.kept, again=True))
