@@ -144,7 +144,7 @@ class Operator:
     name: str
     """Path of the (first) module that owns the parameters, e.g. `blocks.3.mlp.up`."""
     kind: str
-    """Class name of that module, e.g. `Linear`."""
+    """Class name of that module, e.g. `Linear`; of what has that name and cannot be split, also why."""
     parameters: tuple[Parameter, ...]
     """Its parameters, tied ones once."""
     modules: tuple[str, ...]

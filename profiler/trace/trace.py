@@ -23,6 +23,7 @@ from profiler.computed_attributes import computed_by_hooks, computed_forgotten, 
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.handed_containers import ContainersHanded
+from profiler.linear_layers import whole_linears
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
@@ -137,6 +138,7 @@ def _traced(
             rested |= {name: rested[name].kept() for name in held_whole(module, found)}
             separate = {place for place, _ in unregistered_tensors(module).values()}  # a copy's views have their own
             module = adapt(module, device, {name: one.compute for name, one in rested.items()})
+        whole_kinds = whole_linears(module)
         computed = computed_by_hooks(module)
         found_now = unregistered_tensors(module) if separate else {}
         made_with_it = {key: one for key, one in found_now.items() if one[0] in separate}
@@ -155,6 +157,9 @@ def _traced(
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
     passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
+    if whole_kinds:
+        known = (replace(one, kind=whole_kinds.get(one.modules[0], one.kind)) for one in graph.operators)
+        graph = replace(graph, operators=tuple(known))
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(run.written)
     elsewhere = (*shared, *(f"`{name}` is read through the attribute `{where}`" for name, where in read.items()))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from planner.model.fsdp_units import split_bounds
 from profiler.errors import OsdpError
+from profiler.linear_layers import whole_linears
 
 
 class SplitLinear(nn.Module):
@@ -81,14 +82,14 @@ def split_linear(model: nn.Module, path: str, count: int) -> None:
     Raises OsdpError for what is no plain linear layer, or has fewer input features than slices.
     """
     linear = model.get_submodule(path)
-    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        expected = "a torch.nn.Linear, or a subclass with its forward"
-        raise OsdpError(f"{path} cannot be split", got=f"a {type(linear).__name__}", expected=expected)
+    whole = whole_linears(model, named=type(linear).__name__)
+    if path in whole:
+        expected = "a torch.nn.Linear in one place and without hooks, or a subclass with its forward"
+        raise OsdpError(f"{path} cannot be split", got=f"a {whole[path]}", expected=expected)
+    assert isinstance(linear, nn.Linear)
     if linear.in_features < count:
         raise OsdpError(f"{path} cannot be split into {count} slices", got=f"{linear.in_features} input features")
-    shared = sum(module is linear for _, module in model.named_modules(remove_duplicate=False)) > 1
-    tied = sum(p is linear.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
-    if shared or tied:
-        raise OsdpError(f"{path} cannot be split", got="a layer that is also used or tied elsewhere")
+    if sum(p is linear.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
+        raise OsdpError(f"{path} cannot be split", got="a layer whose weight is tied to others")
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent).register_module(name, SplitLinear(linear, count))

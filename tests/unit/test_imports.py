@@ -40,6 +40,7 @@ SHARED = frozenset(
         "fake_devices",
         "handed_containers",
         "kept_storage",
+        "linear_layers",
         "mixed_precision",
         "nested_tensors",
         "offloaded_input",

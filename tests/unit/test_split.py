@@ -7,8 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from trace_models import source
 
+from planner.model.fsdp_units import check_split
 from profiler.errors import OsdpError
+from profiler.trace.trace import trace_model
 from runtime.strategies.split_linear import SplitLinear, split_linear
 
 
@@ -97,6 +100,57 @@ def reused() -> nn.Module:
     return nn.Sequential(linear, nn.ReLU(), linear)
 
 
+def hooked() -> nn.Module:
+    """Return a layer of which a hook doubles the output."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda layer, args, output: 2 * output)
+    return model
+
+
+class Linear(nn.Module):
+    """A layer that is only named so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) -> the same."""
+        return x * self.weight.mean()
+
+
+class Layers(nn.Module):
+    """One plain linear layer, and others that cannot be split, one inside of a module that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.inner, self.hooked, self.own = (
+            nn.Linear(4, 4),
+            nn.Sequential(nn.Linear(4, 4)),
+            hooked(),
+            Linear(),
+        )
+        self.others = nn.ModuleDict({"inner": self.inner})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 4) -> a loss."""
+        return self.own(self.hooked(self.inner(self.plain(x)))).square().mean()
+
+
+def test_the_search_knows_what_cannot_be_split() -> None:
+    """It once proposed plans that the runtime refused, and such that lost a layer's hooks."""
+    operators = {one.name: one for one in trace_model(source(Layers, (4,))).operators}
+    check_split(operators.pop("plain"), 2)
+    assert {name: one.kind.partition("Linear")[2] for name, one in operators.items()} == {
+        "inner.0": " in several places",
+        "hooked.0": " with hooks",
+        "own": f" of {__name__}",
+    }
+    for one in operators.values():
+        with pytest.raises(OsdpError, match="cannot be split"):
+            check_split(one, 2)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -104,7 +158,8 @@ def reused() -> nn.Module:
         (nn.Sequential(nn.LayerNorm(4)), "LayerNorm"),
         (nn.Sequential(nn.Linear(1, 4)), "1 input features"),
         (tied(), "tied"),
-        (reused(), "elsewhere"),
+        (reused(), "in several places"),
+        (hooked(), "with hooks"),
     ],
 )
 def test_refuses_other_layers(model: nn.Module, words: str) -> None:
