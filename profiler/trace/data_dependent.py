@@ -12,7 +12,7 @@ the model computes of them.  Three kinds of values are assumed:
   twice, and a chosen score is 1.  So a mixture of experts gives each expert N k / E tokens, whether it is
   written with one_hot, nonzero, bincount, sort, `.tolist()` or a comparison.
 - *Draws* (rand, randint, randperm) are spread evenly over their range (`even_draws`).
-- No number is nan or infinite, and what torch.distributions is given is valid.
+- No number is nan or infinite; what torch.distributions is given is valid, and what forwards check (`data_checks`).
 
 Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 16b samples, and each b of
 them choose alike, so that loads grow linearly although they are whole numbers.
@@ -49,6 +49,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
 from profiler.trace import elementwise
+from profiler.trace.data_checks import passing_value
 from profiler.trace.even_draws import GOLDEN, EvenDraws
 from profiler.trace.known_values import Effects, KnownValues, computing, effects_of, has_data
 from profiler.trace.packed_sequences import pack
@@ -441,6 +442,8 @@ def _repeat_interleave(data: DataDependent, repeats: Tensor, *, output_size: int
 
 def _number(data: DataDependent, x: Tensor) -> float:
     if not x.is_floating_point():
+        if x.dtype == torch.bool and (passing := passing_value()) is not None:
+            return passing
         what = "a branch" if x.dtype == torch.bool else "a Python number"
         raise UnknownValueError(f"{what} depends on data, of type {x.dtype}")
     data.note("floating-point numbers that are read from tensors (.item()) are assumed to be 1")
@@ -448,6 +451,8 @@ def _number(data: DataDependent, x: Tensor) -> float:
 
 
 def _compared(data: DataDependent, *args: Any, **options: Any) -> bool:
+    if (passing := passing_value()) is not None:
+        return passing
     if not data.is_building:
         raise UnknownValueError("a branch depends on whether tensors are equal")
     data.note("weights that a model compares as it is built are assumed to differ")

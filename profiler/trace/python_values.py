@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from profiler.fake_devices import DEVICE, device_of
+from profiler.trace.data_checks import passing_value
 from profiler.trace.data_dependent import DataDependent, UnknownValueError
 from profiler.trace.known_values import computing, has_data
 from profiler.trace.uncompiled_mode import UncompiledMode
@@ -33,13 +34,16 @@ _SEEN_TO = frozenset({*_READS, *_SPLITS, *_ALIGNS, *_FROM_PYTHON, *_OTHERS})
 
 
 class AssumedNumber(float):
-    """A number that is assumed: to compute with and to print, but not to decide by."""
+    """A number that is assumed: to compute with, to print and to check, but not to decide by."""
 
     def _refuse(self, *others: object) -> Any:
         raise UnknownValueError("a branch or a whole number depends on data, on a floating-point number that was read")
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
-    __bool__ = __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
+    def _check(self, *others: object) -> Any:
+        return self._refuse() if (passing := passing_value()) is None else passing
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _check
+    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
     __hash__ = float.__hash__
 
 
@@ -62,7 +66,8 @@ class PythonValues(TorchFunctionMode):
         if func in _READS and not has_data(args[0]):
             return self._read(args[0], _READS[func])
         if func is Tensor.item and not has_data(args[0]) and self._data.values.read(args[0]) is None:
-            return AssumedNumber(func(args[0]))  # of a floating-point number; others are refused
+            found = func(args[0])  # of a floating-point number, or a check; others are refused
+            return found if type(found) is bool else AssumedNumber(found)
         if func is Tensor.__contains__:
             try:
                 return func(*args)

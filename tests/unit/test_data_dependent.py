@@ -18,7 +18,7 @@ from synthetic import cluster
 from test_trace_memory import predicted_peaks, tracked_peaks
 from thoroughness import THOROUGH, draws
 from torch import Tensor, distributions, nn
-from trace_models import call_of, source
+from trace_models import call_of, checks, source
 
 from osdp.models.user_factory import source_of
 from osdp.planning.plan_file import reopen
@@ -246,6 +246,23 @@ def test_what_distributions_are_given_is_valid() -> None:
     saved = [call.saved_bytes(64) for graph in graphs for call in graph.calls]
     assert saved[0] == saved[1] > 0  # asking whether they are valid keeps nothing
     assert not any("branch" in note for note in graphs[0].notes)
+
+
+def test_what_a_forward_checks_is_valid() -> None:
+    """Where nothing but an exception follows otherwise; else a branch is refused."""
+
+    def decided(x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return x.tanh()
+        return x
+
+    def either(x: Tensor) -> Tensor:
+        return x.tanh() if (x > 0).all() else x.exp()
+
+    assert traced(checks).calls[0].saved_bytes(64) == traced(lambda x: x).calls[0].saved_bytes(64)
+    for then in (decided, either):
+        with pytest.raises(OsdpError, match="a branch depends on data"):
+            traced(then)
 
 
 @pytest.mark.parametrize(

@@ -210,3 +210,18 @@ MEMORY_CASES = {
     "rotary": source(RotaryLayer, (128, 32)),
     "convolutions": source(ConvNet, (3, 32, 32)),
 }
+
+
+def checks(x: Tensor) -> Tensor:
+    """Raise an exception if values are out of range, in ways in which models do; pytest rewrites `assert` in tests."""
+    assert (x >= 0).all()
+    assert 0 <= x.min() <= 1, f"values from {tuple(x.shape)} are out of range"
+    assert x.max().item() <= 1 and (x != 3).all()  # noqa: PT018
+    assert all(row.sum() > 0 for row in x[0])
+    assert torch.allclose(x, x.abs())
+    if not bool((x < 2).all()) or (x > 3).any().item():
+        raise ValueError("too large")
+    for part in x.unbind(1):
+        if torch.min(part) < 0:
+            raise ValueError(f"too low: {part.shape}")
+    return x

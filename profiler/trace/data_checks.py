@@ -1,0 +1,62 @@
+"""Checks of data that end in an exception, of which a trace assumes that they hold.
+
+    assert (x >= 0).all()                   if (x.isnan() | x.isinf()).any() or y.min() < 0:
+                                                raise ValueError(...)
+
+A forward that asks for a value decides by it where to go on.  If one way only leads to `raise`, and nothing on it
+branches again, the value is the one that leads the other way.  Python's bytecode tells, of the frame that asked: source
+is not always there.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Sequence
+from types import CodeType, FrameType
+
+_BETWEEN = ("profiler.", "torch._ops", "torch.utils._python_dispatch", "torch.overrides", "torch._subclasses")
+"""Modules whose frames are between the one that asks and a mode for operations."""
+_ASK = ("CALL", "PRECALL", "COMPARE_OP", "TO_BOOL", "UNARY_NOT", "NOP")
+"""Instructions that may ask for a value, or come between one that has and a jump."""
+_LONGEST = 100
+"""Instructions of a way to `raise`."""
+
+
+def passing_value() -> bool | None:
+    """Return the value with which the code that asks for one raises nothing; None if either may go on, or neither."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return None if frame is None else _passing(frame.f_code, frame.f_lasti)
+
+
+def _passing(code: CodeType, offset: int) -> bool | None:
+    steps = list(dis.get_instructions(code))
+    places = {one.offset: place for place, one in enumerate(steps)}
+    place, is_turned = places[offset], False
+    while steps[place].opname.startswith(_ASK):
+        is_turned ^= steps[place].opname == "UNARY_NOT"
+        place += 1
+    name = steps[place].opname
+    if "JUMP" not in name or not ("_IF_TRUE" in name or "_IF_FALSE" in name):
+        return None
+    jumps, stays = (_raises(steps, places, start) for start in (places[steps[place].argval], place + 1))
+    if jumps == stays:
+        return None
+    return ("_IF_TRUE" in name) ^ jumps ^ is_turned
+
+
+def _raises(steps: Sequence[dis.Instruction], places: dict[int, int], place: int) -> bool:
+    """Return whether all there is from an instruction on is to raise an exception."""
+    for _ in range(_LONGEST):
+        one = steps[place]
+        if one.opname in ("RAISE_VARARGS", "LOAD_ASSERTION_ERROR"):
+            return True
+        if one.opname in ("JUMP_FORWARD", "JUMP_ABSOLUTE"):
+            place = places[one.argval]
+        elif "JUMP" in one.opname or one.opname.startswith(("RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE")):
+            return False
+        else:
+            place += 1
+    return False
