@@ -414,10 +414,6 @@ def _unique(data: DataDependent, x: Tensor, *options: Any, dim: int | None = Non
     return x.new_empty(x.numel() if dim is None else x.shape), inverse, inverse.new_empty(inverse.numel())
 
 
-def _unique_dim(data: DataDependent, x: Tensor, dim: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _unique(data, x, dim=dim)
-
-
 def _unique_consecutive(
     data: DataDependent, x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -491,9 +487,9 @@ _UNKNOWN: dict[OpOverload, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
-    aten.unique_dim.default: _unique_dim,
+    aten.unique_dim.default: lambda data, x, dim, *options: _unique(data, x, dim=dim),
     aten.unique_consecutive.default: _unique_consecutive,
-    aten.unique_dim_consecutive.default: _unique_dim,
+    aten.unique_dim_consecutive.default: lambda data, x, dim, *options: _unique(data, x, dim=dim),
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten._local_scalar_dense.default: _number,
