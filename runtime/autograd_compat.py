@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 
-def around_backward(context: Callable[[Sequence[Any], Sequence[Any], bool], AbstractContextManager[None]]) -> None:
+def around_backward(context: Callable[[Sequence[Any], Sequence[Any]], AbstractContextManager[None]]) -> None:
     """Have every backward of this process, by `backward` or `torch.autograd.grad`, run in a context.
 
-    It is given the tensors that are differentiated, `inputs`, those whose gradients alone are wanted, and whether these
-    are added to `.grad`.
+    It is given the tensors that are differentiated, and `inputs`, those whose gradients alone are wanted.
     """
     autograd = cast(Any, torch.autograd)
     run = autograd._engine_run_backward
 
     def within(*args: Any, **kwargs: Any) -> Any:
-        with context(args[0], args[4], kwargs["accumulate_grad"]):
+        with context(args[0], args[4]):
             return run(*args, **kwargs)
 
     autograd._engine_run_backward = within

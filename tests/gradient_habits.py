@@ -1,4 +1,4 @@
-"""What loops do with gradients of a small model, hooks and others, and what such loops share."""
+"""What loops do with gradients of a small model, and what such loops share."""
 
 from __future__ import annotations
 
@@ -67,34 +67,6 @@ def each_step(model: Any, ranks: Sequence[int], loss: Callable[[Tensor], Tensor]
     return []
 
 
-def by_gradient_hooks(model: Any, ranks: Sequence[int]) -> list[float]:
-    """Clip gradients in hooks, of several forwards, step there, and clip what a tensor's hook is given."""
-    optimizer, seen = sgd(model), []
-
-    def clip(parameter: Tensor) -> None:
-        norm = parameter.grad.norm()
-        seen.append(float(norm))
-        parameter.grad.mul_((0.05 / norm).clamp(max=0.9))
-
-    def step_at_once(parameter: Tensor) -> None:
-        torch.optim.SGD([parameter], lr=0.1).step()
-        parameter.grad = None
-
-    for kind in (clip, step_at_once):
-        handles = [one.register_post_accumulate_grad_hook(kind) for one in model.parameters()]
-        for number in range(3):
-            mean_of(ranks, lambda x: (model(x).pow(2) + model(2 * x).pow(3)).mean(), number).backward()
-            if number != 1:  # else its gradients are clipped again, with those of the next
-                optimizer.step()
-                optimizer.zero_grad()
-        for handle in handles:
-            handle.remove()
-    model.scale.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    model.scale.register_hook(lambda gradient: seen.append(float(gradient)))
-    each_step(model, ranks, lambda x: model(x).pow(2).mean())
-    return sorted(seen)
-
-
 def by_gradients_of_ones_own(model: Any, ranks: Sequence[int]) -> list[float]:
     """Put whole gradients of this rank's own batch in their places, and clip them."""
     optimizer, seen = sgd(model), []
@@ -110,7 +82,7 @@ def by_gradients_of_ones_own(model: Any, ranks: Sequence[int]) -> list[float]:
 
 
 def by_autograd(model: Any, ranks: Sequence[int]) -> list[float]:
-    """Take gradients from `torch.autograd.grad`, which changes none of `.grad`, and clip what hooks are given."""
+    """Take gradients from `torch.autograd.grad`, which changes none of `.grad`, and clip them."""
     optimizer, seen = sgd(model), []
     parameters = [*model.parameters()]
     for number in range(STEPS):
@@ -121,11 +93,6 @@ def by_autograd(model: Any, ranks: Sequence[int]) -> list[float]:
         seen.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
         optimizer.step()
         optimizer.zero_grad()
-    torch.autograd.graph.register_multi_grad_hook(parameters, lambda given: seen.append(float(len(given))))
-    for parameter in parameters:
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        parameter.register_hook(lambda gradient: gradient * 0.5)
-    each_step(model, ranks, lambda x: model(x).pow(2).mean())
     return seen
 
 

@@ -44,7 +44,6 @@ from profiler.byte_sizes import allocated_bytes
 from profiler.fake_devices import DEVICE, device_of
 from profiler.kept_storage import keeps_storage, with_kept_storage
 from runtime.autograd_compat import without_transforms
-from runtime.step.gradient_hooks import AtOnce
 from runtime.strategies import offloaded_input
 from runtime.torch_compat import held_tensor
 
@@ -277,7 +276,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # What FSDP1 computes with is a view of what it gathered, to which autograd adds nothing up.
         if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
             hook: Any = parameter.register_post_accumulate_grad_hook
-            self._hooked[parameter] = hook(AtOnce(lambda trained: self.label_gradients([trained])))
+            self._hooked[parameter] = hook(lambda trained: self.label_gradients([trained]))
 
     def _count(self, storage: torch.UntypedStorage, op: str) -> None:
         """Count a storage with its present size."""

@@ -14,6 +14,7 @@ then the part of each is copied into zeros when its hook runs.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from weakref import ref
@@ -28,7 +29,6 @@ from profiler.errors import OsdpError
 from runtime.local_shards import add_gradient, local_data
 from runtime.odc.pending_gradient import PendingGradient, restore, suspend
 from runtime.odc.windows import Window, WindowSpec
-from runtime.step.gradient_hooks import AtOnce
 from runtime.torch_compat import AllGather, OrdinaryMemory, ReduceScatter, packed_parameters
 
 
@@ -63,7 +63,7 @@ class OneSidedUnit:
             else:
                 self.trained.append(one.sharded_param)
                 self._sizes.append(one._sharded_param_data.numel())
-                find = AtOnce(_find, here, len(self._hooks))
+                find = partial(_find, here, len(self._hooks))
                 self._hooks.append(one.sharded_param.register_post_accumulate_grad_hook(find))
         shard_numel = sum(one._sharded_param_data.numel() for one in self._packed)
         self.spec = WindowSpec(name, shard_numel, dtypes.pop(), shard_numel - sum(self._sizes))

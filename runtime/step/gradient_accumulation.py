@@ -24,7 +24,6 @@ from runtime.autograd_compat import in_backward, is_differentiated, without_tran
 from runtime.local_shards import LocalShard
 from runtime.module_outputs import refuse_double_backward
 from runtime.sharded_model import ShardedModel
-from runtime.step.gradient_hooks import check_hooks_wait, has_hooks
 from runtime.step.optimizer_hooks import watch_optimizers
 from runtime.step.replaced_gradients import average_replaced
 from runtime.step.torch_clipping import watch_clipping
@@ -51,8 +50,6 @@ class Accumulation:
         self._postpones = False
         self._in_backward = False
         """Whether a backward has begun and not ended; at a forward: it failed."""
-        self.has_begun = False
-        """Whether the backward that runs, or the last one, has reached the model."""
         self._counts_unseen = False
         """Whether that was counted though no output of a forward has told of it yet."""
         for unit in sharded.units if self.once_per_step or sharded.finishes_in_optimizer_step else ():
@@ -119,11 +116,6 @@ class Accumulation:
     def _accumulates_apart(self) -> bool:
         """Whether gradients are outside of `.grad` until ranks meet, in the optimizer's step."""
         return any(unit.accumulates_apart for unit in self.sharded.units)
-
-    @property
-    def _reduces_for_hooks(self) -> bool:
-        """Whether somebody looks at gradients after each backward; of odc, ranks may run different numbers of these."""
-        return not self._accumulates_apart and has_hooks(self.sharded)
 
     @property
     def _waits_apart(self) -> bool:
@@ -206,16 +198,14 @@ class Accumulation:
     def _begin_backward(self) -> None:
         if not self.sharded.schedule.by_ddp:
             refuse_double_backward()
-        if self._accumulates_apart:
-            check_hooks_wait(self.sharded)
-        self._in_backward = self.has_begun = True
+        self._in_backward = True
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _count(self, postponed: bool) -> None:
         """Count a micro-batch whose backward begins; `postponed`: the user says that it is not its step's last."""
         last = not postponed and (self.explicit or self.done + 1 >= self.micro_batches)
         for unit in self.sharded.units if self.once_per_step else ():
-            unit.set_requires_all_reduce(last or self._reduces_for_hooks)
+            unit.set_requires_all_reduce(last)
         self.done, self.pushed = 0 if last else self.done + 1, self.pushed + 1
         self.explicit = self.explicit and not last
 
@@ -223,7 +213,7 @@ class Accumulation:
         self._in_backward = self._counts_unseen = False
         for unit in self.sharded.units:
             unit.end_backward()
-        if self._reduces_for_hooks or not (self.done or self._accumulates_apart):
+        if not self.done and not self._accumulates_apart:  # else ranks may run different numbers of micro-batches
             self._finish()
 
     def before_step(self, has_closure: bool) -> None:
@@ -233,7 +223,7 @@ class Accumulation:
         """
         if self.sharded.schedule.by_ddp and in_backward():
             what = "an optimizer steps in a backward, before gradients are averaged over ranks"
-            advice = "step after loss.backward(), or in hooks by register_post_accumulate_grad_hook"
+            advice = "step after loss.backward(), or plan with another pin than *=replicate, such as *=shard"
             raise OsdpError(what, expected="a step after the backward", advice=advice)
         self._complete_reduction()
         if has_closure and self._accumulates_apart:

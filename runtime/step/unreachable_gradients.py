@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from profiler.errors import OsdpError
 from runtime.autograd_compat import around_backward
 from runtime.sharded_model import ShardedModel
-from runtime.step.gradient_hooks import holding_hooks
 from runtime.step.torch_clipping import ShardedGradients
 from runtime.step.ungathered_parameters import naming_sharded_parameters
 
@@ -58,9 +57,9 @@ def _watch() -> None:
 
 
 @contextmanager
-def _watched(losses: Sequence[Any], inputs: Sequence[Any], accumulates: bool) -> Iterator[None]:
+def _watched(losses: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
     _check(losses, inputs)
-    with holding_hooks(list(_models), accumulates), naming_sharded_parameters(in_backward=True):
+    with naming_sharded_parameters(in_backward=True):
         yield
 
 

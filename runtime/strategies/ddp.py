@@ -10,6 +10,7 @@ grow again while its bucket is sent, so then all wait for the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
@@ -22,9 +23,8 @@ from profiler.opaque_parameters import is_opaque
 from runtime.host_copies import on_device
 from runtime.schedule import ScheduledUnit
 from runtime.sharded_model import WrappedUnit
-from runtime.step.gradient_hooks import AtOnce
 from runtime.strategies.wrap_context import WrapContext
-from runtime.torch_compat import is_fake
+from runtime.torch_compat import is_fake, storage_references
 
 
 def _laid_out_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
@@ -54,14 +54,16 @@ class _Bucket:
         self.flat = torch.empty(sum(one.numel() for one in self.parameters), dtype=first.dtype, device=first.device)
         parts = torch.split(self.flat, [one.numel() for one in self.parameters])
         self.views |= {one: _laid_out_as(one, part) for one, part in zip(self.parameters, parts, strict=True)}
-        self.given: set[nn.Parameter] = set()
-        """Those whose gradients were here, where a loop may keep them though they are cleared."""
+        del parts
+        self._own_references = storage_references(self.flat)
 
     def reset(self) -> None:
         """Begin a backward."""
         self.missing = set(self.parameters)
         self.absent: list[nn.Parameter] = []
         """Those of which this rank had no gradient to send."""
+        self.is_looked_at = False
+        """Whether somebody may still hold gradients of before, and was looked for."""
         self.work: dist.Work | None = None
 
     @torch.no_grad()
@@ -70,13 +72,12 @@ class _Bucket:
         gradient = parameter.grad
         if self.holds(gradient):
             return
-        if parameter in self.given:
-            held = [one for one in self.parameters if self.holds(one.grad)]
-            self._renew()
-            for one in self.absent:
-                self.views[one].zero_()
-            for one in held:
-                self._put(one)
+        if not self.is_looked_at:
+            self.is_looked_at, held = True, [one for one in self.parameters if self.holds(one.grad)]
+            if storage_references(self.flat) > self._own_references + len(held):  # a loop keeps what was cleared
+                self._renew()
+                for one in held:
+                    self._put(one)
         if gradient is None:
             self.views[parameter].zero_()
             self.absent.append(parameter)
@@ -100,7 +101,6 @@ class _Bucket:
         `detach_()`, with which old loops clear gradients.
         """
         parameter.grad = self.views[parameter].detach()
-        self.given.add(parameter)
 
     def send(self) -> None:
         """Begin to add up the gradients of all ranks."""
@@ -153,7 +153,7 @@ class ReplicatedModel(WrappedUnit):
         for parameter in self.parameters:
             trains = parameter.requires_grad
             parameter.requires_grad_(True)
-            parameter.register_post_accumulate_grad_hook(AtOnce(_came, here))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_came, here))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trains)  # one that is frozen may be trained later
 
     def watch_backward(self, reached: Callable[[], None]) -> None:
@@ -201,6 +201,7 @@ class ReplicatedModel(WrappedUnit):
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)
+            bucket.reset()
 
     def complete_reduction(self) -> None:
         self._exchange(refuses=False)

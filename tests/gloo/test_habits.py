@@ -20,7 +20,6 @@ from gradient_habits import (
     Train,
     by_adversaries,
     by_autograd,
-    by_gradient_hooks,
     by_gradients_of_ones_own,
     by_kept_gradients,
     by_vmap,
@@ -243,7 +242,6 @@ LOOPS: tuple[Train, ...] = (
     by_plain,
     by_pairs,
     by_file,
-    by_gradient_hooks,
     by_gradients_of_ones_own,
     by_autograd,
     by_kept_gradients,
@@ -252,7 +250,6 @@ LOOPS: tuple[Train, ...] = (
 )
 PLANS: dict[Train, tuple[str, ...]] = {
     by_pairs: ("owner", "shard"),
-    by_gradient_hooks: ("replicate", "shard"),  # odc refuses to show what is not complete
     by_gradients_of_ones_own: ("replicate", "shard"),
     by_autograd: ("replicate",),
     by_kept_gradients: ("replicate", "owner"),
@@ -271,11 +268,7 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
         for name in PLANS.get(habit, ("replicate", *others)):
             for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
                 mixed = {"encoder": "owner" if name == "shard" else "shard", "decoder": "replicate"}
-                is_mixed = (
-                    habit is by_pairs
-                    or (habit is by_vmap and KNOWS_VMAP)
-                    or (habit is by_gradient_hooks and name == "shard")
-                )
+                is_mixed = habit is by_pairs or (habit is by_vmap and KNOWS_VMAP)
                 choices = mixed if is_mixed else {}
                 plan = plan_of(SAMPLE, name, choices, ranks=(1, 2), accumulation=accumulation)
                 model = OSDP(seeded(Coder), plan)
@@ -339,8 +332,7 @@ def refuse(rank: int) -> dict[str, str]:
             said[f"shared {name}"] = refusal(lambda: OSDP(nn.Sequential(model.encoder), plan))  # noqa: B023
             for parameter in model.parameters():
                 optimizer = torch.optim.SGD([parameter], lr=0.1)
-                accumulated = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-                accumulated.register_hook(lambda *_, optimizer=optimizer: optimizer.step())
+                parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
             tenth = {key: 0.1 * parameter.detach() for key, parameter in model.named_parameters()}
             alone = torch.func.functional_call(seeded(Coder), tenth, (x,))
             torch.testing.assert_close(torch.func.functional_call(model, tenth, (x,)), alone)
