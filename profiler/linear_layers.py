@@ -16,6 +16,8 @@ def whole_linears(root: nn.Module, named: str = "Linear") -> dict[str, str]:
     for path, layer in linear.items():
         if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
             kinds[path] = f"{named} of {type(layer).__module__}"
+        elif "forward" in vars(layer):
+            kinds[path] = f"{named} with a forward of its own"
         elif id(layer) in several:
             kinds[path] = f"{named} in several places"
         elif any((layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)):

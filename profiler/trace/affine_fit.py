@@ -1,13 +1,12 @@
 """From measurements at a few micro-batches to quantities that grow with the micro-batch: `Affine`, or `Curve`.
 
-With v(b) measured at the sizes b1 < b2 < b5, the line through the first two is checked at the third, which is far above
-them: layers that work on chunks of a fixed number of samples are one chunk at the first two.  Where the three are on no
-line, b3 and b4 are measured too: samples interact, as in a contrastive loss that compares all pairs of them, and
+With v(b) measured at the sizes b1 < b2 < b3, the line through the first two is checked at the third.  Where the three
+are on no line, b4 is measured too: samples interact, as in a contrastive loss that compares all pairs of them, and
 
     v(b) = fixed + per_sample b + per_pair b^2
 
-if the second differences of the first four are equal and positive (they are counts of bytes and FLOPs, so exactly).  A
-peak is a maximum over instants, and each instant is a curve of its own, so peaks are bounded by
+if the second differences of the four are equal and positive (they are counts of bytes and FLOPs, so exactly).  A peak
+is a maximum over instants, and each instant is a curve of its own, so peaks are bounded by
 
     square = max_k square_k,    slope = max_k (slope_k + square_k - square),
     fixed = max_k (fixed_k + (slope_k + square_k - slope - square) b0)                   (`envelope`)
@@ -25,22 +24,21 @@ from functools import lru_cache
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, growth
 
-SIZES = (2, 4, 32)
-"""Micro-batches that give the lines; what the last has less than the line says, as a share that is rounded down, is no
-reason to refuse a model."""
-BETWEEN = (6, 8)
-"""Micro-batches that are measured too where they give none; as far from each other as the first two."""
+SIZES = (2, 4, 6)
+"""Micro-batches that give the lines."""
+FOURTH = 8
+"""Micro-batch that is measured where they give none; as far from the third as the others are from each other."""
 SINGLE = 1
 """Micro-batch that is a case of its own; some models cannot run it (batch norm after pooling)."""
 BEYOND = 33
 """Micro-batch that is measured where that at `SINGLE` is on no line, which may be one of steps that the others miss: of
-half the samples they have whole numbers, as if none were ever rounded up."""
+half the samples, rounded down, they are 1, 2 and 3, as of 0.6 of them."""
 ALL_SIZES = (*SIZES, SINGLE)
 """Order of all measurements where lines are found; the last may be missing."""
 TOLERANCE = 0.005
 """Largest relative error of the line through the first two sizes at another."""
 Sizes = Sequence[int]
-"""Micro-batches that were measured: `SIZES`, perhaps `BETWEEN` too, perhaps `SINGLE`; or one alone, that is fixed."""
+"""Micro-batches that were measured: `SIZES`, perhaps `FOURTH`, perhaps `SINGLE`; or one alone, that the user fixed."""
 
 
 class StepsError(OsdpError):
@@ -62,7 +60,8 @@ def exact_line(values: Sequence[float], what: str, sizes: Sizes = ALL_SIZES, *, 
         slope = (second - first) / (growing[1] - growing[0])
         for value, size in list(zip(values, growing, strict=False))[2:]:
             expected = first + slope * (size - growing[0]) + square * size**2
-            if value - expected > TOLERANCE * value or (size in BETWEEN and expected - value > TOLERANCE * value):
+            # A share that is rounded down has less beyond the others, which is no reason to refuse a model.
+            if value - expected > TOLERANCE * value or (size != BEYOND and expected - value > TOLERANCE * value):
                 raise StepsError(
                     f"{what} does not grow linearly with the micro-batch, nor with its square",
                     got=", ".join(f"{value:.6g} at {size}" for value, size in zip(values, growing, strict=False)),
@@ -100,7 +99,7 @@ def _growing(sizes: Sizes) -> Sizes:
 
 def _square(values: Sequence[float], sizes: Sizes) -> float:
     """Return the part per pair of samples, 0 unless the values at the growing sizes are on a parabola that opens up."""
-    if not {*BETWEEN} <= {*sizes}:
+    if FOURTH not in sizes or len(sizes) == 1:
         return 0.0
     first, second, third, fourth = values[:4]
     bend = first - 2 * second + third

@@ -13,12 +13,13 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Sequence
+from functools import cache
 from types import CodeType, FrameType
 
 _BETWEEN = ("profiler.", "torch._ops", "torch.utils._python_dispatch", "torch.overrides", "torch._subclasses")
 """Modules whose frames are between the one that asks and a mode for operations."""
-_ASK = ("CALL", "PRECALL", "COMPARE_OP", "TO_BOOL", "UNARY_NOT", "NOP")
-"""Instructions that may ask for a value, or come between one that has and a jump."""
+_BETWEEN_ASKING_AND_JUMP = ("COMPARE_OP", "TO_BOOL", "UNARY_NOT", "NOP")
+"""Instructions that may come between one that has asked for a value and a jump; a further call may do anything."""
 _LONGEST = 100
 """Instructions of a way to `raise`."""
 
@@ -31,11 +32,14 @@ def passing_value() -> bool | None:
     return None if frame is None else _passing(frame.f_code, frame.f_lasti)
 
 
+@cache
 def _passing(code: CodeType, offset: int) -> bool | None:
     steps = list(dis.get_instructions(code))
     places = {one.offset: place for place, one in enumerate(steps)}
     place, is_turned = places[offset], False
-    while steps[place].opname.startswith(_ASK):
+    place += steps[place].opname == "PRECALL"  # of Python 3.11: the first half of a call
+    place += steps[place].opname.startswith("CALL")
+    while steps[place].opname.startswith(_BETWEEN_ASKING_AND_JUMP):
         is_turned ^= steps[place].opname == "UNARY_NOT"
         place += 1
     name = steps[place].opname

@@ -14,8 +14,8 @@ the model computes of them.  Three kinds of values are assumed:
 - *Draws* (rand, randint, randperm) are spread evenly over their range (`even_draws`).
 - No number is nan or infinite; what torch.distributions is given is valid, and what forwards check (`data_checks`).
 
-Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 16b samples, and each b of
-them choose alike, so that loads grow linearly although they are whole numbers.
+Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 3b samples, and each b of them
+choose alike, so that loads grow linearly although they are whole numbers.
 
 Where a value is not known nonetheless:
 

@@ -16,7 +16,7 @@ from profiler.handed_containers import ContainersHanded
 from profiler.mixed_precision import RestingDtype, inputs_cast
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
-from profiler.trace.affine_fit import BETWEEN, BEYOND, SINGLE, SIZES
+from profiler.trace.affine_fit import BEYOND, FOURTH, SINGLE, SIZES
 from profiler.trace.changed_buffers import BufferSite
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
@@ -28,7 +28,7 @@ from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.resting_reads import reads_as_on_ranks
 from profiler.trace.trace_errors import ModelError, explained_inputs
-from profiler.trace.unlike_passes import check_beyond, is_single_above
+from profiler.trace.unlike_passes import check_beyond, is_single_on_line
 from profiler.trace.waiting_gradients import told_apart
 
 
@@ -81,12 +81,12 @@ def run_sizes(
     passes = {first: runner.run_first(first, can_be_finer=bool(others))}
     passes |= {size: runner.run(size) for size in others}
     if others:
-        sums, (second, third) = [one.sums for one in passes.values()], [size - first for size in others]
-        if any((b - a) * third != (c - a) * second for a, b, c in zip(*sums, strict=False)):
-            passes = dict(sorted({**passes, **{size: runner.run(size) for size in BETWEEN}}.items()))
+        sums = [one.sums for one in passes.values()]
+        if any(one - 2 * two + three for one, two, three in zip(*sums, strict=False)):
+            passes[FOURTH] = runner.run(FOURTH)
         with suppress(ModelError):
             passes[SINGLE] = runner.run(SINGLE)
-        if is_single_above(passes):
+        if not is_single_on_line(passes):
             with suppress(ModelError):
                 check_beyond(source.name, runner.groups, passes, runner.run(BEYOND))
     can_recompute = trains(module) and any(block not in runner.rerun for block in runner.blocks)
@@ -136,7 +136,7 @@ def _run_recomputed(runner: _Runner, passes: Mapping[int, Pass]) -> tuple[Recomp
     failures = dict[Recompute, str]()
     first, *_ = passes
     # Two sizes give a line, on which the third has been seen to be; where there is none, all are needed.
-    left_out = {SIZES[-1], SINGLE} if len(passes) > 1 and BETWEEN[0] not in passes else set[int]()
+    left_out = {SIZES[-1], SINGLE} if len(passes) > 1 and FOURTH not in passes else set[int]()
     for size in (size for size in passes if size not in left_out):
         for how in kinds:
             try:

@@ -31,18 +31,23 @@ def check_alike(name: str, groups: Sequence[Group], passes: Mapping[int, Pass]) 
         raise StepsError(what, got=got, expected=same, advice=advice)
 
 
-def is_single_above(passes: Mapping[int, Pass]) -> bool:
-    """Return whether a micro-batch of one sample has more than the line through others says, as halves that are rounded
-    up have; also if it has not run.
+def is_single_on_line(passes: Mapping[int, Pass]) -> bool:
+    """Return whether a micro-batch of one sample computes and saves what the line through others says; not so if it has
+    not run.
     """
     if SINGLE not in passes:
-        return True
-    smallest, second, single = (passes[size].calls for size in (*SIZES[:2], SINGLE))
-    return any(
-        one > (1 + TOLERANCE) * line((a, b), SIZES[:2])(SINGLE)
-        for calls in zip(smallest, second, single, strict=False)
-        for (a, _), (b, _), (one, _) in zip(*map(_counts, calls), strict=True)
-    )
+        return False
+    for calls in zip(*(passes[size].calls for size in (*SIZES[:2], SINGLE)), strict=False):
+        *flops, saved = zip(*([count for count, _ in _counts(call)] for call in calls), strict=True)
+        if any((a or b) and (a == b or abs(_at_single(a, b) - one) > TOLERANCE * one) for a, b, one in flops):
+            return False
+        if abs(_at_single(*saved[:2]) - saved[2]) > TOLERANCE * saved[2]:
+            return False
+    return True
+
+
+def _at_single(first: float, second: float) -> float:
+    return line((first, second), SIZES[:2])(SINGLE)
 
 
 def check_beyond(name: str, groups: Sequence[Group], passes: Mapping[int, Pass], beyond: Pass) -> None:

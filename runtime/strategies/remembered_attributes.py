@@ -5,7 +5,8 @@ Caches are often a buffer and a number beside it, which says how much of it is f
     forward                     length = 0: fills the buffer, length = 8
     forward that runs again     the buffer as it was, and length = 8: reads what nobody has written there
 
-So numbers, strings and None go back with the buffers.  Tensors and what is changed in place do not.
+So numbers, strings, None, and tuples of these, such as shapes, go back with the buffers.  Tensors do not, nor what is
+changed in place.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,9 +14,10 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
-PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _Values = list[tuple[dict[str, Any], str, Any]]
 """Of modules' attributes: the dict that has one, its name, and a value."""
 
@@ -49,8 +51,12 @@ def _differing(now: dict[str, Any], before: dict[str, Any]) -> _Values:
     return [
         (now, name, value)
         for name, value in before.items()
-        if type(value) in PLAIN and name in now and now[name] is not value
+        if name in now and now[name] is not value and _is_plain(value)
     ]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _put(values: Iterable[tuple[dict[str, Any], str, Any]]) -> None:

@@ -41,15 +41,15 @@ class Normed(nn.Module):
         self.register_buffer("angles", torch.zeros(9))
         self.register_buffer("shifts", torch.zeros(6))
         self.forwards, self.filled = 0, 0
-        self.of: str | None = None
+        self.of: tuple[int, ...] = (0,)
 
     def turned(self, x: Tensor) -> Tensor:
         """Compute with what is in caches, and fill them first if they are not."""
         self.forwards += 1
         if self.filled < x.shape[1]:
             self.angles[: x.shape[1]], self.filled = torch.arange(1.0, 1 + x.shape[1]).cos(), x.shape[1]
-        if self.of is None:
-            self.shifts, self.of = torch.linspace(0, 1, 6), "linspace"
+        if self.of != x.shape[1:]:
+            self.shifts, self.of = torch.linspace(0, 1, 6), x.shape[1:]
         return x * self.angles[: self.filled] + self.shifts
 
     def forward(self, x: Tensor) -> Tensor:

@@ -248,6 +248,11 @@ def test_what_distributions_are_given_is_valid() -> None:
     assert not any("branch" in note for note in graphs[0].notes)
 
 
+def not_(value: bool) -> bool:
+    """Make of a value what only its code says."""
+    return not value
+
+
 def test_what_a_forward_checks_is_valid() -> None:
     """Where nothing but an exception follows otherwise; else a branch is refused."""
 
@@ -259,8 +264,12 @@ def test_what_a_forward_checks_is_valid() -> None:
     def either(x: Tensor) -> Tensor:
         return x.tanh() if (x > 0).all() else x.exp()
 
+    def turned(x: Tensor) -> Tensor:
+        assert not_(bool((x > 0).all()))
+        return x
+
     assert traced(checks).calls[0].saved_bytes(64) == traced(lambda x: x).calls[0].saved_bytes(64)
-    for then in (decided, either):
+    for then in (decided, either, turned):
         with pytest.raises(OsdpError, match="a branch depends on data"):
             traced(then)
 

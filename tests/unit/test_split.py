@@ -119,6 +119,13 @@ class Linear(nn.Module):
         return x * self.weight.mean()
 
 
+def doubled() -> nn.Linear:
+    """Return a layer whose own forward is not that of its class."""
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    return layer
+
+
 class Layers(nn.Module):
     """One plain linear layer, and others that cannot be split, one inside of a module that has two names."""
 
@@ -160,6 +167,7 @@ def test_the_search_knows_what_cannot_be_split() -> None:
         (tied(), "tied"),
         (reused(), "in several places"),
         (hooked(), "with hooks"),
+        (nn.Sequential(doubled()), "with a forward of its own"),
     ],
 )
 def test_refuses_other_layers(model: nn.Module, words: str) -> None:
