@@ -266,7 +266,7 @@ def train(rank: int, wanted: Sequence[tuple[list[float], dict[str, Tensor]]]) ->
     for index, (habit, (numbers, values)) in enumerate(zip(LOOPS, wanted, strict=True)):
         others = STRATEGIES[1:] if THOROUGH else (STRATEGIES[1 + index % 3], "odc:2")
         for name in PLANS.get(habit, ("replicate", *others)):
-            for accumulation in (1, 2) if THOROUGH or name == "replicate" else (1,):
+            for accumulation in (1, 2) if THOROUGH else (1 + index % 2 if name == "replicate" else 1,):
                 mixed = {"encoder": "owner" if name == "shard" else "shard", "decoder": "replicate"}
                 is_mixed = habit is by_pairs or (habit is by_vmap and KNOWS_VMAP)
                 choices = mixed if is_mixed else {}

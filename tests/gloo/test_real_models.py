@@ -11,10 +11,8 @@ from thoroughness import THOROUGH
 
 SAMPLE = [
     ("bf16, fp32, fp64, 0-d", "mixture"),
-    ("T5ForConditionalGeneration", "recompute"),
     ("T5ForConditionalGeneration, shallow", "bf16"),  # asks a layer of a block for its dtype
-    ("SwinForImageClassification", "plan"),
-    ("nn.LSTM, nn.GRU", "bf16"),
+    ("SwinForImageClassification", "recompute"),
 ]
 """Without experts and adapters, which test_experts.py, test_quantised.py and test_lora_example.py train."""
 ROUNDING = 3e-5
