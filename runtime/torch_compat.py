@@ -29,6 +29,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     is_fake                      no public name tells whether a tensor has data
     register_first_post_hook     `register_step_post_hook` puts a hook after those of the user
     no_modes                     no public name leaves dispatch modes
+    storage_references           no public name counts who holds on to a tensor's memory
     keep_after_forward           when a forward runs again in backward, only newer versions leave what it gathered
                                  gathered, and `set_reshard_after_forward` forgets K, so it cannot be set and set back
 """
