@@ -7,11 +7,10 @@ They are averaged in place, before an optimizer steps or they are clipped.  What
 """
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runtime.dtensor_rows import laid_out_as, own_rows
+from runtime.gradient_means import means_over_ranks
 from runtime.local_shards import local_data
 from runtime.sharded_model import ShardedModel
 from runtime.torch_compat import is_fake
@@ -20,24 +19,15 @@ from runtime.torch_compat import is_fake
 @torch.no_grad()
 def average_replaced(model: ShardedModel) -> None:
     """Average them over ranks, of which each keeps its rows. A collective call if there are any, as all ranks have."""
-    alike: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in dict.fromkeys(model.resting.values()):
-        gradient = parameter.grad
-        if gradient is None or isinstance(gradient, DTensor) or is_fake(gradient):
-            continue
-        if not any(unit.averages(gradient) for unit in model.units):
-            alike.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(parameter)
-    for dtype, parameters in alike.items():
-        total = torch.cat([_gradient(one).to(dtype).reshape(-1) for one in parameters])
-        dist.all_reduce(torch.view_as_real(total) if dtype.is_complex else total)
-        total /= dist.get_world_size()
-        for one, part in zip(parameters, torch.split(total, [one.numel() for one in parameters]), strict=True):
-            mean = _gradient(one).copy_(part.view(one.shape))
-            if isinstance(one, DTensor):
-                rows = own_rows(one, mean).reshape(local_data(one).shape)
-                one.grad = laid_out_as(rows.clone(), one)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    replaced = [
+        (parameter, gradient)
+        for parameter in dict.fromkeys(model.resting.values())
+        if (gradient := parameter.grad) is not None and not (isinstance(gradient, DTensor) or is_fake(gradient))
+        if not any(unit.averages(gradient) for unit in model.units)
+    ]
+    means = means_over_ranks([gradient for _, gradient in replaced], model.device)
+    for (parameter, gradient), mean in zip(replaced, means, strict=True):
+        gradient.copy_(mean)
+        if isinstance(parameter, DTensor):
+            rows = own_rows(parameter, gradient).reshape(local_data(parameter).shape)
+            parameter.grad = laid_out_as(rows.clone(), parameter)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from runtime.dtensor_rows import gathered
+from runtime.gradient_means import means_over_ranks
 from runtime.host_copies import on_device
 from runtime.local_shards import LocalShard, Origin, local_shard
 from runtime.schedule import ScheduledUnit
@@ -74,22 +75,15 @@ class UnshardedParameters(WrappedUnit):
         any_new, *counts = [1] * len(own) if is_fake(has_gradient) else has_gradient.tolist()
         if not any_new:
             return 1.0
-        alike: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter, count in zip(parameters, counts, strict=True):
-            if count:
-                alike.setdefault(torch.promote_types(parameter.dtype, torch.float32), []).append(parameter)
-        for dtype, members in alike.items():
-            total = torch.cat([_gradient(one).to(dtype).reshape(-1) for one in members])
-            dist.all_reduce(torch.view_as_real(total) if dtype.is_complex else total)
-            for one, part in zip(members, torch.split(total, [one.numel() for one in members]), strict=True):
-                one.grad = (part / self.replicas).to(one.dtype).view(one.shape).detach()  # no view, for `detach_()`
+        members = [one for one, count in zip(parameters, counts, strict=True) if count]
+        means = means_over_ranks(
+            [torch.zeros_like(one) if one.grad is None else one.grad for one in members], self.device
+        )
+        for one, mean in zip(members, means, strict=True):
+            one.grad = mean.detach()  # no view, for `detach_()`
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._averaged = [(TensorWeakRef(one), one._version) for one in gradients]
         return 1.0
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
 
 
 def wrap(unit: ScheduledUnit, context: WrapContext) -> UnshardedParameters:
