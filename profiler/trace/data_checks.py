@@ -14,6 +14,7 @@ import dis
 import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 
 _BETWEEN = ("profiler.", "torch._ops", "torch.utils._python_dispatch", "torch.overrides", "torch._subclasses")
@@ -26,10 +27,24 @@ _LONGEST = 100
 
 def passing_value() -> bool | None:
     """Return the value with which the code that asks for one raises nothing; None if either may go on, or neither."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
+    frame = _outside(_BETWEEN)
     return None if frame is None else _passing(frame.f_code, frame.f_lasti)
+
+
+def asked_at() -> str:
+    """Return the place in the model's code that asks for a value, for people to read."""
+    frame = _outside(("profiler.", "torch."))
+    return (
+        "no place that is known" if frame is None else f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+    )
+
+
+def _outside(modules: tuple[str, ...]) -> FrameType | None:
+    """Return the innermost frame that is not of a module whose name begins with one of those."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(modules):
+        frame = frame.f_back
+    return frame
 
 
 @cache

@@ -50,9 +50,10 @@ from torch.utils._pytree import tree_leaves
 from profiler.errors import OsdpError
 from profiler.trace import elementwise
 from profiler.trace.data_checks import passing_value
-from profiler.trace.even_draws import GOLDEN, EvenDraws
+from profiler.trace.even_draws import EvenDraws, spread
 from profiler.trace.known_values import Effects, KnownValues, computing, effects_of, has_data
 from profiler.trace.packed_sequences import pack
+from profiler.trace.questions import Questions
 
 aten = torch.ops.aten
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -62,24 +63,6 @@ EVEN_LOAD = 100
 
 class UnknownValueError(RuntimeError):
     """The model asks for a value that only data could give."""
-
-
-def spread(rows: int, chosen: int, options: int, imbalance: float = 1.0) -> Tensor:
-    """Return which `chosen` of the `options` each of the `rows` chooses: (rows, chosen), int64, on the CPU.
-
-    The last option gets ceil(imbalance * rows * chosen / options) choices, at most `rows`.
-    """
-    row, column = torch.arange(rows), torch.arange(chosen)
-    if imbalance == 1:
-        period = options // math.gcd(options, chosen)  # shifted by one after each, so that columns are even, too
-        return ((row * chosen + row // period)[:, None] + column) % options
-    hot = min(rows, math.ceil(Fraction(imbalance).limit_denominator(10**6) * rows * chosen / options))
-    has_last = (row + 1) * hot // rows > row * hot // rows
-    picks = chosen - has_last.long()
-    table = ((picks.cumsum(0) - picks)[:, None] + column) % max(1, options - 1)
-    table[:, -1] = torch.where(has_last, options - 1, table[:, -1])
-    turn = ((row * GOLDEN).frac() * chosen).long()
-    return table.gather(1, (column + turn[:, None]) % chosen)
 
 
 class DataDependent:
@@ -99,6 +82,7 @@ class DataDependent:
         self._imbalance = expert_imbalance
         self._repeats, self._draws = 1, EvenDraws()
         self._alike = False
+        self._questions = Questions()
         self._draws_at: float | None = None
         self._drew = False
         self.decides_by_draws = False
@@ -148,6 +132,11 @@ class DataDependent:
         `draws_at`: where in its range every single number is that it draws, from 0 to 1; None: spread evenly.
         """
         self._draws_at, self._drew, self.decides_by_draws = draws_at, False, False
+        self._questions.begin()
+
+    def ask(self) -> None:
+        """Count a question of the module that runs.  Raises AskedForeverError."""
+        self._questions.count(self.module)
 
     def note_read(self) -> None:
         """Note that known values are read into Python, where they may decide something."""
@@ -227,6 +216,7 @@ class DataDependent:
 
         Raises UnknownValueError.
         """
+        self.ask()
         found = self.values.computed(op, args, kwargs, tensors)
         if found is NotImplemented and op in _UNKNOWN:
             return _UNKNOWN[op](self, *args, **kwargs)
@@ -238,6 +228,7 @@ class DataDependent:
         """Return the indices of an indexing op with those that masks select in their place; None without masks."""
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
             return None
+        self.ask()
         selected: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):

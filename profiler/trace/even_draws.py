@@ -7,8 +7,10 @@ too, as that of the nodes at the ends of edges in a batch of graphs, each share 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -23,6 +25,24 @@ class _Draw:
     shape: tuple[int, ...]
     low: float
     high: float
+
+
+def spread(rows: int, chosen: int, options: int, imbalance: float = 1.0) -> Tensor:
+    """Return which `chosen` of the `options` each of the `rows` chooses: (rows, chosen), int64, on the CPU.
+
+    The last option gets ceil(imbalance * rows * chosen / options) choices, at most `rows`.
+    """
+    row, column = torch.arange(rows), torch.arange(chosen)
+    if imbalance == 1:
+        period = options // math.gcd(options, chosen)  # shifted by one after each, so that columns are even, too
+        return ((row * chosen + row // period)[:, None] + column) % options
+    hot = min(rows, math.ceil(Fraction(imbalance).limit_denominator(10**6) * rows * chosen / options))
+    has_last = (row + 1) * hot // rows > row * hot // rows
+    picks = chosen - has_last.long()
+    table = ((picks.cumsum(0) - picks)[:, None] + column) % max(1, options - 1)
+    table[:, -1] = torch.where(has_last, options - 1, table[:, -1])
+    turn = ((row * GOLDEN).frac() * chosen).long()
+    return table.gather(1, (column + turn[:, None]) % chosen)
 
 
 class EvenDraws:

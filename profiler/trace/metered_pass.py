@@ -24,6 +24,7 @@ from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError, note_shared
 from profiler.trace.live_storage import NO_CHARGE, Charge, LiveStorage
 from profiler.trace.op_meter import Memo, Meter
+from profiler.trace.questions import AskedForeverError
 from profiler.trace.trace_errors import explain_trace
 
 
@@ -168,7 +169,7 @@ def run_pass(
         for note in ("osdp_op", "osdp_path"):  # an op cannot be sent to other ranks
             error.__dict__.pop(note, None)
         raise
-    except Exception as error:
+    except (Exception, AskedForeverError) as error:
         raise explain_trace(source, _where(error, meter, options), error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
@@ -211,7 +212,7 @@ def _run_backward(loss: Tensor) -> None:
     run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _where(error: Exception, meter: Meter, options: PassOptions) -> str:
+def _where(error: BaseException, meter: Meter, options: PassOptions) -> str:
     """Return in which part of the step an exception was raised."""
     if meter.ledger.in_backward:
         return f"the backward of `{options.groups[meter.ledger.call.operator].modules[0]}`"

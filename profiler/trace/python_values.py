@@ -97,6 +97,7 @@ class PythonValues(TorchFunctionMode):
         values = tensor if has_data(tensor) else self._data.values.read(tensor)
         if values is None:
             raise UnknownValueError(f"the values of a tensor of type {tensor.dtype} are read, which depend on data")
+        self._data.ask()
         self._data.note_read()
         with computing():
             return read(values.clone())

@@ -38,6 +38,7 @@ from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import OtherDtypesError, find_groups, held_whole
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
+from profiler.trace.questions import AskedForeverError
 from profiler.trace.registered_parameters import parameters_stay
 from profiler.trace.trace_errors import ModelError, explained, more_telling
 from profiler.trace.unregistered_reads import unregistered_reads
@@ -94,6 +95,8 @@ def _trace(source: ModelSource, settings: _Settings, expert_imbalance: float, si
         try:
             return _traced_on(lambda: MetaDevice(expert_imbalance), source, settings, sizes)
         except ModelError as error:
+            if isinstance(error.__cause__, AskedForeverError):  # it would ask another device as long
+                raise
             try:
                 return _traced_on(lambda: FakeCpu(expert_imbalance), source, settings, sizes)
             except ModelError as second:

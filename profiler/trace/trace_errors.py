@@ -11,6 +11,7 @@ import torch
 from profiler.errors import OsdpError, first_line
 from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import DATA_TAGS, UnknownValueError
+from profiler.trace.questions import AskedForeverError
 from profiler.trace.same_dtypes import UnlikeDtypesError
 
 _UNLIKE_DTYPES = "expected scalar type|(same|one) dtype|type .* should be the same"
@@ -20,6 +21,30 @@ _OF_SPARSE = (
     "make gradients dense, as in nn.Embedding(..., sparse=False): sharded ones are reduced as dense tensors"
 )
 """For what has no memory of its own, and is traced nowhere."""
+_IN_TORCHSCRIPT = "operation failed in the TorchScript interpreter"
+_FOR_WORDS = (
+    (
+        "saved tensor hooks",
+        "take gradients within a forward by torch.autograd.grad(..., create_graph=True): torch.func.grad, vjp, jacrev "
+        "and hessian refuse the hooks by which traces, and checkpoints of blocks, see what autograd saves",
+    ),
+    (
+        "HigherOrderOperator",
+        "write what runs whatever the data is: torch.where in place of torch.cond, `for _ in range(rounds)` of "
+        "while_loop and scan, torch.func.vmap of map",
+    ),
+    ("FlexAttention", "call scaled_dot_product_attention, with a mask: flex_attention is not traced"),
+    (
+        "shape_env|NestedTensor|nested_(tensor|view)",
+        "pad sequences to one length and mask what was added: nested tensors are not traced",
+    ),
+    (
+        _IN_TORCHSCRIPT,
+        "give OSDP functions and modules as they were before torch.jit.script (the environment variable PYTORCH_JIT=0 "
+        "leaves all so), of which a trace says what depends on data",
+    ),
+)
+"""In what torch says of what has no trace, or the op's name, and what to write in its place."""
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -30,7 +55,15 @@ class ModelError(OsdpError):
 def explain(what: str, error: BaseException, expected: str, advice: str) -> ModelError:
     """Return the error to show for what the model's code raised."""
     advice = _OF_SPARSE if re.search("Sparse(Csr)?TensorImpl", str(error)) else advice
-    return ModelError(what, got=f"{type(error).__name__}: {first_line(error)}", expected=expected, advice=advice)
+    return ModelError(what, got=f"{type(error).__name__}: {_words(error)}", expected=expected, advice=advice)
+
+
+def _words(error: BaseException) -> str:
+    """Return what to show of an exception's message."""
+    if _IN_TORCHSCRIPT not in str(error):
+        return re.sub(" and mode <.*", "", first_line(error))
+    here = re.search(r"(.*)\n *~+ <--- HERE", str(error))
+    return f"an {_IN_TORCHSCRIPT}" + (f": `{here[1].strip()}`" if here else "")
 
 
 @contextmanager
@@ -64,14 +97,21 @@ def explained_inputs(model: str) -> AbstractContextManager[None]:
     return explained(f"cannot make example inputs for {model}", expected, advice)
 
 
-def explain_trace(source: ModelSource, where: str, op: torch._ops.OpOverload | None, error: Exception) -> ModelError:
+def explain_trace(
+    source: ModelSource, where: str, op: torch._ops.OpOverload | None, error: BaseException
+) -> ModelError:
     """Return the error to show for a forward or backward that could not be traced."""
     what = f"cannot trace {source.name}: {where} raised" + (f" at op {op}" if op is not None else "")
     advice = _advice(error, op) or source.inputs_advice
     return explain(what, error, "a forward and backward that run on shapes alone", advice)
 
 
-def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
+def _advice(error: BaseException, op: torch._ops.OpOverload | None) -> str:
+    if isinstance(error, AskedForeverError):
+        return (
+            "let a number that is known end the loop, as in `for _ in range(rounds)`, and do in it what depends on "
+            "data by torch.where"
+        )
     if isinstance(error, UnknownValueError):
         return (
             "pass what decides as a Python number, or as an input that example_inputs makes of known values "
@@ -84,6 +124,8 @@ def _advice(error: Exception, op: torch._ops.OpOverload | None) -> str:
         )
     if op is not None and "sparse" in op._opname:
         return _OF_SPARSE
+    if known := next((advice for words, advice in _FOR_WORDS if re.search(words, f"{error} {op}")), ""):
+        return known
     shown = f"`{op.namespace}::{op._opname}`" if op is not None else "the op"
     looks_at_data = type(error).__name__.startswith(_DATA_NAMES) or (op is not None and DATA_TAGS & set(op.tags))
     if looks_at_data or "cannot be called on meta tensors" in str(error):

@@ -28,8 +28,8 @@ from osdp.zoo import load_cluster, load_model
 from profiler.errors import OsdpError
 from profiler.model_graph import Affine, ModelGraph
 from profiler.model_source import ModelSource
-from profiler.trace.data_dependent import spread
 from profiler.trace.dataless_device import FakeCpu
+from profiler.trace.even_draws import spread
 from profiler.trace.trace import trace_model
 
 # --- choices --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from trace_models import MLP, source
 from osdp.models.user_factory import source_of
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
+from profiler.trace import questions
 from profiler.trace.trace import trace_model
 
 
@@ -83,6 +85,14 @@ class Inverting(torch.autograd.Function):
         return grad * int(x.sum().long())
 
 
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    """Branch on data where no Python is."""
+    if bool(x.sum() > 0):
+        x = -x
+    return x
+
+
 @pytest.mark.parametrize(
     ("strange", "op", "advice"),
     [
@@ -94,8 +104,16 @@ class Inverting(torch.autograd.Function):
         (lambda x: x if torch.equal(x, -x) else -x, "aten.equal", "torch.where"),
         (lambda x: torch.ops.osdp_test.opaque(x), "osdp_test.opaque", "register_fake"),
         (lambda x: x @ torch.ones(3, 8), "aten.mm", "example inputs"),
+        (lambda x: torch.func.grad(lambda y: y.pow(2).sum())(x), "", "torch.autograd.grad(..., create_graph=True)"),
+        (lambda x: torch.func.vmap(torch.func.jacrev(torch.tanh))(x).sum(1), "", "torch.autograd.grad("),
+        (scripted, "", "torch.jit.script"),
+        (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "", "torch.where in place of torch.cond"),
+        (lambda x: torch.nested.nested_tensor([x[:1], x]).sum(), "", "pad sequences"),
     ],
-    ids=["number", "branch on a number", "whole number", "branch", "repeats", "equal", "custom op", "shape"],
+    ids=[
+        *("number", "branch on a number", "whole number", "branch", "repeats", "equal", "custom op", "shape"),
+        *("torch.func", "torch.func of samples", "TorchScript", "cond", "nested"),
+    ],
 )
 def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor], op: str, advice: str) -> None:
     error = error_of(source(lambda: Wrapped(strange), (8,)))
@@ -103,6 +121,117 @@ def test_the_error_names_module_op_and_remedy(strange: Callable[[Tensor], Tensor
     assert op in error.what
     assert advice in error.advice
     assert error.got
+    assert " at 0x" not in error.got
+
+
+def test_an_error_in_torchscript_shows_its_line() -> None:
+    assert "`if bool(x.sum() > 0):`" in error_of(source(lambda: Wrapped(scripted), (8,))).got
+
+
+def test_gradients_in_a_forward_are_traced_as_advised() -> None:
+    def slopes(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
+
+    assert len(trace_model(source(lambda: Wrapped(slopes), (8,))).operators) == 2
+
+
+def _to_raise(x: Tensor) -> Tensor:
+    try:
+        while True:
+            x = x * 2
+            if x.sum() > 3:
+                raise RuntimeError
+    except Exception:
+        return x
+
+
+def _to_return(x: Tensor) -> Tensor:
+    with suppress(ZeroDivisionError):
+        while True:
+            x = x * 2
+            if x.sum().item() > 3:
+                raise ZeroDivisionError
+    return x
+
+
+class Doubling:
+    """Yields a tensor doubled again and again, until its sum is large."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.x = self.x * 2
+        if not self.x.sum() < 3:
+            raise StopIteration
+        return self.x
+
+
+def _to_converge(x: Tensor) -> Tensor:
+    while float(x.norm()) > 1e-3:
+        x = x / 2
+    return x
+
+
+def _to_overflow(x: Tensor) -> Tensor:
+    while not x.isinf().any():
+        x = x * 2
+    return x
+
+
+def _to_choose(x: Tensor) -> Tensor:
+    while x.argmax(-1).tolist()[0] != 99:
+        x = x * 2
+    return x
+
+
+def _to_draw(x: Tensor) -> Tensor:
+    while torch.rand(()) < 0.9:
+        x = x * 2
+    return x
+
+
+def _to_empty(x: Tensor) -> Tensor:
+    while len(x[x > 0]):
+        x = x - 1
+    return x
+
+
+ENDLESS = (
+    _to_raise,
+    _to_return,
+    lambda x: sum(Doubling(x)),
+    _to_converge,
+    _to_overflow,
+    _to_choose,
+    _to_draw,
+    _to_empty,
+)
+
+
+@pytest.mark.parametrize("strange", ENDLESS)
+def test_a_loop_that_only_data_ends_is_no_endless_trace(
+    strange: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "MOST_QUESTIONS", 50)
+    error = error_of(source(lambda: Wrapped(strange), (8,)))
+    assert "`blocks.1.then`" in error.what
+    assert re.search("50 questions .* line [0-9]+ of test_trace_errors.py", error.got)
+    assert "for _ in range(rounds)" in error.advice
+
+
+def test_questions_of_several_modules_and_passes_are_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(x: Tensor) -> Tensor:
+        for _ in range(40):
+            assert x.isfinite().all()
+        return x
+
+    monkeypatch.setattr(questions, "MOST_QUESTIONS", 50)
+    model = source(lambda: nn.Sequential(Wrapped(checked).blocks[1], Wrapped(checked).blocks[1]), (8,))
+    assert len(trace_model(model).operators) == 2
 
 
 class Sparse(nn.Module):
