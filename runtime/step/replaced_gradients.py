@@ -25,8 +25,8 @@ def average_replaced(model: ShardedModel) -> None:
         if (gradient := parameter.grad) is not None and not (isinstance(gradient, DTensor) or is_fake(gradient))
         if not any(unit.averages(gradient) for unit in model.units)
     ]
-    means = means_over_ranks([gradient for _, gradient in replaced], model.device)
-    for (parameter, gradient), mean in zip(replaced, means, strict=True):
+    for place, mean in means_over_ranks([gradient for _, gradient in replaced], model.device):
+        parameter, gradient = replaced[place]
         gradient.copy_(mean)
         if isinstance(parameter, DTensor):
             rows = own_rows(parameter, gradient).reshape(local_data(parameter).shape)

@@ -76,11 +76,9 @@ class UnshardedParameters(WrappedUnit):
         if not any_new:
             return 1.0
         members = [one for one, count in zip(parameters, counts, strict=True) if count]
-        means = means_over_ranks(
-            [torch.zeros_like(one) if one.grad is None else one.grad for one in members], self.device
-        )
-        for one, mean in zip(members, means, strict=True):
-            one.grad = mean.detach()  # no view, for `detach_()`
+        own_gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in members]
+        for place, mean in means_over_ranks(own_gradients, self.device):
+            members[place].grad = mean.detach()  # no view, for `detach_()`
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._averaged = [(TensorWeakRef(one), one._version) for one in gradients]
         return 1.0

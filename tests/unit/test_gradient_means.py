@@ -21,9 +21,10 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_means_keep_order_dtype_and_shape_and_share_no_memory(four_ranks: None) -> None:
+def test_means_have_place_dtype_and_shape_and_share_no_memory(four_ranks: None) -> None:
     gradients = [torch.full((2, 1 + place % 3), 4 * place).to(DTYPES[place % 5]) for place in range(12)]
-    means = means_over_ranks([*gradients, torch.zeros(0), torch.tensor(6.0)], torch.device("cpu"))
+    found = dict(means_over_ranks([*gradients, torch.zeros(0), torch.tensor(6.0)], torch.device("cpu")))
+    means = [found[place] for place in range(14)]
     assert [mean.dtype for mean in means] == [*(one.dtype for one in gradients), torch.float32, torch.float32]
     assert [mean.flatten().tolist() for mean in means[:12]] == [[place] * 2 * (1 + place % 3) for place in range(12)]
     assert (means[12].shape, means[13].item()) == ((0,), 1.5)
@@ -36,5 +37,5 @@ def test_what_the_host_holds_is_added_up_on_the_device(four_ranks: None, monkeyp
     """NCCL takes nothing of the host's, where offloaded parameters rest and get gradients."""
     devices = []
     monkeypatch.setattr(dist, "all_reduce", lambda total: devices.append(total.device.type))
-    (mean,) = means_over_ranks([torch.ones(3)], torch.device("meta"))
+    ((_, mean),) = means_over_ranks([torch.ones(3)], torch.device("meta"))
     assert devices == [mean.device.type] == ["meta"]
