@@ -170,7 +170,8 @@ class StageMemoryWalk:
         for j, call in enumerate(self.frame.stage.calls):
             unsharded = self.unsharded_at(j, backward=False)
             for unit in self.units:
-                if (unit.opens and unit.first == j) or unit.reopens == j:
+                for_each = unit.gathers_each_call and call.operator in unit.operators
+                if (unit.opens and unit.first == j) or unit.reopens == j or for_each:
                     buffers, live = gathered + unit.bytes.gathered, ("gather", j)
                     copying = buffers + unit.bytes.unshard_temporary
                     self.note("forward", call.operator, unsharded, 0, copying, live, seen)

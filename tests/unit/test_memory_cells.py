@@ -37,6 +37,25 @@ class Cell(nn.Module):
         return y
 
 
+class Recurrent(nn.Module):
+    """A hand-written recurrent network: wide gates and a narrow output, in turn at every step."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.gates, self.out = steps, nn.Linear(4 * WIDTH, 8 * WIDTH), nn.Linear(2 * WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, STEPS, 2 WIDTH) -> a loss."""
+        state = cell = torch.zeros_like(x)
+        losses = []
+        for _ in range(self.steps):
+            keep, add, show, new = self.gates(torch.cat([x, state], -1)).chunk(4, -1)
+            cell = keep.sigmoid() * cell + add.sigmoid() * new.tanh()
+            state = show.sigmoid() * cell.tanh()
+            losses.append(self.out(state).square().mean())
+        return torch.stack(losses).sum()
+
+
 class Penalised(nn.Module):
     """A block that returns a loss of its own, which is a constant as long as there is nothing to penalise."""
 
@@ -88,6 +107,19 @@ def test_what_runs_at_every_step_is_gathered_for_itself(strategy: str, recompute
     for accumulation in (1, 2):
         plan = plan_of(graph, machine, choices, recomputed, micro_batch=4, accumulation=accumulation)
         assert -0.002 <= compare(plan, source, graph, machine).error <= 0.1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("steps", "strategy"), [(2, "shard"), (4, "group_shard:2")])
+def test_the_gather_of_a_later_step_counts_beside_what_is_kept(steps: int, strategy: str, precision: str) -> None:
+    """Where activations are as large as parameters the peak is there; once predicted up to 7.8 % too low."""
+    inputs = lambda _, batch: ((torch.randn(batch, STEPS, 2 * WIDTH),), {})  # noqa: E731
+    source, machine = ModelSource("recurrent", lambda: Recurrent(steps), inputs, 1), cluster(1, 4)
+    graph = trace_model(source, precision)
+    choices = {one.name: strategy for one in graph.operators}
+    for micro_batch in (32, 64):
+        found = compare(plan_of(graph, machine, choices, micro_batch=micro_batch), source, graph, machine)
+        assert -0.002 <= found.error <= 0.1
 
 
 @pytest.mark.parametrize("recomputed", [(), ("blocks.0", "blocks.1", "blocks.2")], ids=["kept", "recomputed"])
