@@ -13,28 +13,14 @@ Reading makes objects of the types below and nothing else, so that a file cannot
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from profiler import model_graph
 from profiler.errors import OsdpError
-from profiler.model_graph import (
-    Affine,
-    Block,
-    Call,
-    CallMemories,
-    CallMemory,
-    Curve,
-    ModelGraph,
-    Operator,
-    Parameter,
-    Rerun,
-    Work,
-)
+from profiler.model_graph import ModelGraph
 
-_TYPES = {
-    one.__name__: one
-    for one in (Affine, Block, Call, CallMemories, CallMemory, Curve, ModelGraph, Operator, Parameter, Rerun, Work)
-}
+_TYPES = {one.__name__: one for one in vars(model_graph).values() if isinstance(one, type) and is_dataclass(one)}
 _FIELDS = {name: [field.name for field in fields(one)] for name, one in _TYPES.items()}
 _TUPLE = "tuple"
 

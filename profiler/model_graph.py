@@ -274,6 +274,18 @@ class CallMemories(CallMemory):
                 return self.recomputed
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRerun:
+    """A part of the model that it runs again itself as a call runs back, in a checkpoint of its own."""
+
+    blocks_back: int | None
+    """How many blocks before that of the call, or before the first if it is in none; None: outside all."""
+    operator: int | None
+    """Of what lies outside of all blocks, the operator."""
+    peak_bytes: Affine
+    """Highest live bytes meanwhile, as of the call's backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(CallMemories):
     """One execution of an operator and of the parameter-free computation that follows it.
@@ -307,6 +319,8 @@ class Call(CallMemories):
     late: bool = False
     """Whether its module is handed nothing that needs a gradient, so that no gradient tells when its backward is over:
     FSDP2 keeps its parameters and their gradients until all backward is."""
+    reruns: tuple[OwnRerun, ...] = ()
+    """What the model runs again itself as this runs back, what is of the call's own block too."""
     slice_of: tuple[str, Call] | None = None
     """Of a slice, the call that it is a part of, with its key (`profiler.cluster.measurements.call_key`)."""
 

@@ -256,6 +256,8 @@ class StageActivations:
                 "reduction": saved + end(batch) + self.offloaded,
                 "end": saved + call.backward_end_bytes(batch) + self.offloaded,
             }
+            for number, own in enumerate(self.frame.stage.calls[j].reruns):
+                at[f"own rerun {number}"] = saved + own.peak_bytes(batch)
             if self.frame.has_opening and not j:
                 at["opening"] = call.opening_forward_peak_bytes(batch)
                 at["backward of opening"] = call.opening_backward_peak_bytes(batch) + self.offloaded

@@ -19,6 +19,8 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     reduction of i, reduced    AG_(i-1) + RSI_i + RSX_i + SG_i + G1_i + the same
     recomputation              U of the block + AG below + RSI + saved in the block + forward peak
     (a block of several units: each is gathered as in forward, AG_i until it ends, and stays to its backward)
+    the model runs k again     U_i + AG_(i-1) + RSI + U_k + AG_k + what is alive then, in a backward of i's calls: a
+                               checkpoint of its own is around both (`planner.cost.own_reruns`)
 
 (a unit that is a part of a block is reduced before the gradient of its input is added to others: both are left)
 
@@ -44,7 +46,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.cost.stage_costs import Live, StageFrame
+from planner.cost.own_reruns import gathered_again
+from planner.cost.stage_costs import Live, StageFrame, UnitCosts
 from planner.cost.staged_unit import StagedUnit
 
 
@@ -129,11 +132,19 @@ class StageMemoryWalk:
     """
 
     def __init__(
-        self, frame: StageFrame, own: list[StagedUnit], spanning: list[StagedUnit], again: bool, in_tail: bool
+        self,
+        frame: StageFrame,
+        own: list[StagedUnit],
+        spanning: list[StagedUnit],
+        again: bool,
+        in_tail: bool,
+        costs: UnitCosts | None = None,
     ) -> None:
         """`again` is whether the block is recomputed, and `in_tail` whether it is then before the backward of what
-        follows its modules is over (`BlockRerun.in_tail`); what of it makes no difference."""
+        follows its modules is over (`BlockRerun.in_tail`); what of it makes no difference.  `costs` are of units
+        that the model may run again itself."""
         self.frame, self.units, self.again, self.in_tail = frame, own + spanning, again, in_tail
+        self.costs = costs
         self.own = [unit for unit in self.units if unit.own]
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
@@ -291,6 +302,11 @@ class StageMemoryWalk:
                         prefetched, below, _ = self.next_prefetch(j)
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
+            if call.reruns and self.costs and not self.again:
+                found = gathered_again(self.frame, self.costs, self.own, j, sees_below=below)
+                for number, (more, around) in enumerate(found):
+                    live, held = (f"own rerun {number}", j), unsharded + more
+                    self.note("recompute", call.operator, held, gradients, buffers + around, live, seen)
             if call.reads_parameters:
                 done.add(call.operator)
             if self.frame.has_opening and self.is_whole and not j:

@@ -270,7 +270,7 @@ class StageParts:
     """The units of a stage and their runs of calls, which its options share: most differ in one unit of several."""
 
     def __init__(self, frame: StageFrame, units: UnitCosts) -> None:
-        self.frame = frame
+        self.frame, self.costs = frame, units
         self.unit = cache(partial(make_unit, frame, units))
         self._run = cache(self._make_run)
 
@@ -367,7 +367,7 @@ class StageUnits:
         """
         frame, stage = parts.frame, parts.frame.stage
         found = stage_units(frame.model, stage, ((s,) for s in strategies))
-        self.frame, self.strategies = frame, strategies
+        self.frame, self.strategies, self._costs = frame, strategies, parts.costs
         self.own = [parts.unit(u.operators, u.strategy, True, u.operators[0] in elsewhere) for u in found]
         self.here = [parts.unit((o,), spanning[o], False, o in elsewhere) for o in stage.spanning]
         self.is_whole = stage.block is not None and len(self.own) == 1
@@ -397,7 +397,7 @@ class StageUnits:
 
     def _make_backward_notes(self, again: bool, in_tail: bool) -> Notes:
         """Return the moments of its backward, and of what runs again in it."""
-        walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail)
+        walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail, self._costs)
         if self.frame.model.graph.trains:
             if again:
                 walk.recomputation()

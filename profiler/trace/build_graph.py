@@ -21,6 +21,7 @@ from profiler.model_graph import (
     CallMemory,
     ModelGraph,
     Operator,
+    OwnRerun,
     Parameter,
     Recompute,
     Rerun,
@@ -103,7 +104,9 @@ def assemble(
             call = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
             fitted[same] = replace(call, apart=_apart(call, apart_runs, inputs))
         sharers = tuple(sorted(block_of[one] for one in record.sharers))
-        found.append(replace(fitted[same], operator=position[record.operator], block=block, sharers=sharers))
+        reruns = _reruns([record, *others], block, block_of, position, sizes) if record.reruns else ()
+        operator = position[record.operator]
+        found.append(replace(fitted[same], operator=operator, block=block, sharers=sharers, reruns=reruns))
     found = _all_read(found)
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
@@ -125,6 +128,19 @@ def assemble(
         left_bytes=_charged([one.left for one in passes.values()], sizes),
         cycle_bytes=_charged([_most_in_cycles(size, passes, recomputed, selective) for size in sizes], sizes),
     )
+
+
+def _reruns(
+    records: Sequence[CallRecord], own: int | None, blocks: Mapping[int, int], position: Mapping[int, int], sizes: Sizes
+) -> tuple[OwnRerun, ...]:
+    """Return what the model runs again itself as a call runs back, where all sizes have it."""
+    backward, found = [record.backward for record in records], []
+    for part in records[0].reruns:
+        if all(part in record.reruns for record in records):
+            back = None if part[0] is None else (own or 0) - blocks[part[0]]
+            peak = _peak(backward, [record.reruns[part] for record in records], sizes)
+            found.append(OwnRerun(back, position[part[1]] if back is None else None, peak))
+    return tuple(found)
 
 
 def _all_read(calls: Sequence[Call]) -> list[Call]:

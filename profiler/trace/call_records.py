@@ -12,6 +12,9 @@ from profiler.trace.live_storage import NO_CHARGE, Charge, LiveStorage
 from profiler.trace.lone_input import LoneInput
 from profiler.trace.op_cost import Cost
 
+Part = tuple[int | None, int]
+"""A block execution and NOBODY, or None and an operator that runs in no block."""
+
 
 @dataclass(slots=True)
 class Tally:
@@ -119,6 +122,8 @@ class CallRecord:
     """Keys of the storages of those that it reads with a gradient, where passes are to tell them apart."""
     late: bool = False
     """Whether its module was handed nothing that needs a gradient."""
+    reruns: dict[Part, slice] = field(default_factory=dict)
+    """In which events of its backward the model ran other parts of itself again."""
 
 
 @dataclass(slots=True)

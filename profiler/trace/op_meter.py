@@ -40,6 +40,7 @@ from profiler.trace.lone_input import lone_input, note_products, saving_nothing,
 from profiler.trace.op_cost import Cost, Op, cost
 from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument
 from profiler.trace.ops_that_import import OpRunner
+from profiler.trace.own_reruns import run_again
 from profiler.trace.parameter_gradients import ParameterGradients
 from profiler.trace.same_dtypes import check_dtypes
 from profiler.trace.shapes import META, Layouts, make, predict
@@ -105,8 +106,7 @@ class Meter(UncompiledMode):
         self._operators = {path: index for index, group in enumerate(groups) for path in group.modules}
         self._around = modules_around(self._operators)
         """Paths of the modules that have operators inside."""
-        self._blocks = blocks
-        self._memo = memo
+        self._blocks, self._memo = blocks, memo
         self._data, self._synthesize, self._describe = device.data, device.synthesize, device.describe
         self._recompute = recompute
         self._kept: KeptOutputs | None = None
@@ -120,11 +120,10 @@ class Meter(UncompiledMode):
         self.written = WrittenParameters(module, named)
         self._normalized = set[int]()
         """Keys of storages of running statistics that kernels have changed, which their schemas do not say."""
-        self._ops: dict[OpOverload, Op] = {}
+        self._ops, self._running = dict[OpOverload, Op](), Counter[int]()
         self._is_entering_checkpoint = False
         """Whether `checkpoint` runs and the block has not begun: torch 2.11 makes empty tensors then."""
         self._entered: tuple[int, int] | None = None
-        self._running: Counter[int] = Counter()
         for operator, tensors in enumerate(parameters):
             self.ledger.pin(tensors, operator)
         self.ledger.pin([*module.buffers(), *(one for one in named.values() if not one.dim())], NOBODY)
@@ -148,6 +147,7 @@ class Meter(UncompiledMode):
                 run = functools.partial(self._run_around, operator, run)
             if ledger.in_backward:
                 self.rerun[path] = None
+                run = functools.partial(run_again, ledger, self._follow_backward, operator, inner)
             elif is_block:
                 run = functools.partial(self._run_block, path, run)
             if operator is not None:

@@ -163,7 +163,13 @@ def _measured(call: CallRecord) -> tuple[Any, ...]:
     charges = call.saved, call.recomputed, call.kept, call.retaken, call.shared, call.sharers
     instants = *_instants(call.module_end), *_instants(call.block_end), call.ended, call.module_ended
     tallies = _tallied(call.forward), _tallied(call.backward), _opened(call.opening)
-    return *tallies, charges, instants, call.output, call.reads_parameters
+    return *tallies, charges, instants, call.output, call.reads_parameters, _ran_again(call) if call.reruns else ()
+
+
+def _ran_again(call: CallRecord) -> tuple[Any, ...]:
+    """Return what the model ran again as a call ran back: of blocks, how many before its own."""
+    own, found = call.block or 0, [*call.reruns.items()]
+    return tuple((block if block is None else own - block, operator, at.stop) for (block, operator), at in found)
 
 
 def _opened(opening: Opening | None) -> tuple[Any, ...]:

@@ -83,7 +83,8 @@ def without_waiting(call: Call, waiting_bytes: int, waiting_before: int) -> Call
         return call
     waiting = waiting_bytes, min(waiting_bytes, waiting_before)
     apart = call.apart and replace(call.apart, **_lower_all(call.apart, *waiting))
-    return replace(call, **_lower_all(call, *waiting), apart=apart)
+    reruns = call.reruns and tuple(replace(r, peak_bytes=less(r.peak_bytes, waiting_bytes)) for r in call.reruns)
+    return replace(call, **_lower_all(call, *waiting), apart=apart, reruns=reruns)
 
 
 def _lower_all(memories: CallMemories, *waiting: int) -> dict[str, Any]:
