@@ -36,6 +36,7 @@ from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import OtherDtypesError, find_groups, held_whole
+from profiler.trace.handed_parameters import handed_are_read
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
 from profiler.trace.questions import AskedForeverError
@@ -152,7 +153,7 @@ def _traced(
         alias_others = until_traced.enter_context(outputs_aliased(module))
         for hooks in (inputs_cast(module, precision), containers.surrounding()):
             until_traced.enter_context(hooks)
-        with unregistered_reads(module) as read, mode, reentrant_as_others():
+        with unregistered_reads(module) as read, mode, reentrant_as_others(), handed_are_read():
             run = run_sizes(module, source, found, rested, device, sizes, computed, alias_others)
             # What a forward has put in their place is counted where it makes it.
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
-from runtime.autograd_compat import around_backward
+from runtime.autograd_compat import around_backward, in_backward
 from runtime.sharded_model import ShardedModel
 from runtime.step.torch_clipping import ShardedGradients
 from runtime.step.ungathered_parameters import naming_sharded_parameters
@@ -72,6 +72,8 @@ def _check(losses: Sequence[Any], inputs: Sequence[Any]) -> None:
     if names := [shard.name for shard in shards if id(shard.parameter) in wanted]:
         what = "autograd cannot give gradients of sharded parameters alone"
         advice = "call loss.backward() and read .grad, or plan with the pin *=replicate in fp32"
+        if in_backward():
+            advice = "hand the parameters to the Function.apply whose backward asks for them, and plan again"
         raise OsdpError(what, got=", ".join(names[:3]), expected="inputs or activations", advice=advice)
     meshes = [shard.parameter.device_mesh for shard in shards if isinstance(shard.parameter, DTensor)]
     if any(one.device_mesh in meshes for one in sharded):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from own_backwards import Applied, Whole, layers
+from torch import Tensor, nn
+from toys import graph_of
 from trace_models import Block, ConvNet, EncoderDecoder, LanguageModel
 
 from profiler.trace.find_operators import Group, find_blocks, find_groups, merge_read_outside, of_other_dtypes
@@ -95,6 +97,33 @@ def test_modules_read_from_outside_join_the_nearest_ancestor_that_ran() -> None:
     assert merged[1].parameters == ("inner.plain.linear.weight", "inner.plain.linear.bias")
     # What is neither run nor read stays: it is unused, not part of an ancestor.
     assert merge_read_outside(groups, {1: ["inner.attention"]}, ran)[1].modules == ("inner.plain.linear",)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
+
+
+class HandsItsOwn(nn.Linear):
+    """Hands its own weight to a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, features) -> the same."""
+        return _Doubled.apply(super().forward(x), self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_layers_whose_parameters_a_function_is_handed_join_the_module_that_applies_it() -> None:
+    """Its backward asks autograd for their gradients, and runs the layers in an order of its own."""
+    parts = Applied("adjoint", layers(6)), Applied("equilibrium", nn.Sequential(layers(6), layers(6))), layers(6)
+    found = {one.name: len(one.parameters) for one in graph_of(Whole(*parts)).operators}
+    assert found == {"first": 2, "parts.0": 4, "parts.1": 8, "parts.2.0": 2, "parts.2.2": 2, "last": 2}
+    own = graph_of(Whole(nn.Sequential(HandsItsOwn(6, 6), HandsItsOwn(6, 6)))).operators
+    assert [one.name for one in own] == ["first", "parts.0.0", "parts.0.1", "last"]
 
 
 def test_modules_that_run_and_are_read_elsewhere_join_what_is_around_both() -> None:

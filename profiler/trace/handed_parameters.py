@@ -1,0 +1,34 @@
+"""Counts parameters that a `torch.autograd.Function` is handed as read by the module that applies it.
+
+Its forward may compute with none of them: it calls layers, and its backward calls them again and asks autograd for
+gradients of what it was handed, as adjoints of ODEs, reversible layers, backwards of equilibrium models and checkpoints
+of one's own do.  Of a sharded parameter there are none (`runtime.step.unreachable_gradients`), and no layer that
+gathers its own is called where it is handed over.  As for what is read outside of its owner
+(`profiler.trace.find_operators.merge_read_outside`), the module around has to gather it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+_apply_function: Any = Function.__dict__["apply"].__func__
+
+
+@classmethod  # type: ignore[misc]
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    for one in args:
+        if issubclass(type(one), nn.Parameter):  # `isinstance` costs more
+            with torch.no_grad():
+                one.new_empty(0)  # an op that reads it, and is free
+    return _apply_function(cls, *args, **kwargs)
+
+
+def handed_are_read() -> AbstractContextManager[Any]:
+    """Have functions that are applied within read all parameters that they are handed."""
+    return patch.object(Function, "apply", _apply)
