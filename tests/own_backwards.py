@@ -103,11 +103,11 @@ class Applied(nn.Module):
 
     def __init__(self, kind: str, inside: nn.Module) -> None:
         super().__init__()
-        self.inside, self.function = inside, FUNCTIONS[kind][0]
+        self.inside, self.run = inside, FUNCTIONS[kind][0].apply  # bound before a trace, as is usual
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, WIDTH) -> the same."""
-        return self.function.apply(x, self.inside, *trained(self.inside))  # type: ignore[no-any-return]
+        return self.run(x, self.inside, *trained(self.inside))  # type: ignore[no-any-return]
 
 
 class Whole(nn.Module):

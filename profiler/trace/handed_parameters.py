@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-_apply_function: Any = Function.__dict__["apply"].__func__
+_below: Any = Function.__mro__[1]
+"""The class that `Function.apply` hands on to, in torch 2.11 to 2.13.  What has been bound before, as in `run =
+Swish.apply` at the top of a file or in a constructor, comes by there too."""
 
 
 @classmethod  # type: ignore[misc]
@@ -26,9 +28,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if issubclass(type(one), nn.Parameter):  # `isinstance` costs more
             with torch.no_grad():
                 one.new_empty(0)  # an op that reads it, and is free
-    return _apply_function(cls, *args, **kwargs)
+    return super(_below, cls).apply(*args, **kwargs)
 
 
 def handed_are_read() -> AbstractContextManager[Any]:
     """Have functions that are applied within read all parameters that they are handed."""
-    return patch.object(Function, "apply", _apply)
+    return patch.object(_below, "apply", _apply)
