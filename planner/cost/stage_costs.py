@@ -72,6 +72,10 @@ class StageFrame:
         trained = {c.operator: [p for p in graph.operators[c.operator].parameters if p.trainable] for c in stage.calls}
         self.has_opening = stage.block is not None and _opens(stage.calls[0])
         """Whether the block allocates anything before its first call."""
+        self.sums = {
+            j for j, call in enumerate(stage.calls) if call.module_backward_end_bytes != call.backward_end_bytes
+        }
+        """Calls after whose backward the gradient of their input is added to others."""
         self.full_gradients = {
             operator: sum(allocated_bytes(p.compute_bytes(load.precision) * p.numel) for p in parameters)
             for operator, parameters in trained.items()
@@ -243,7 +247,8 @@ class StageActivations:
             before = saved - self.held[j]
             start = call.rest_backward_start_bytes if is_whole else call.module_backward_start_bytes
             # The gradients of a module's inputs are there; those of a block's are added up in it.
-            end = call.backward_end_bytes if is_whole else call.module_backward_end_bytes
+            end = call.backward_end_bytes(batch)
+            reduced = end if is_whole else call.module_backward_end_bytes(batch)
             at: dict[str, float] = {
                 "gather": before + call.forward_start_bytes(batch),
                 "call": before + max(forward),
@@ -253,8 +258,10 @@ class StageActivations:
                 "unshard": saved + start(batch) + self.offloaded,
                 "backward of call": saved + max(backward) + self.offloaded,
                 "backward of module": saved + max(backward[:ends_back]) + self.offloaded,
-                "reduction": saved + end(batch) + self.offloaded,
-                "end": saved + call.backward_end_bytes(batch) + self.offloaded,
+                "reduction": saved + reduced + self.offloaded,
+                # A sum is made beside what it is of: as much as is gone when it has taken the place of both.
+                "sum": saved + 2 * reduced - end + self.offloaded,
+                "end": saved + end + self.offloaded,
             }
             for number, own in enumerate(self.frame.stage.calls[j].reruns):
                 at[f"own rerun {number}"] = saved + own.peak_bytes(batch)

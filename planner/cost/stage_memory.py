@@ -22,7 +22,9 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     the model runs k again     U_i + AG_(i-1) + RSI + U_k + AG_k + what is alive then, in a backward of i's calls: a
                                checkpoint of its own is around both (`planner.cost.own_reruns`)
 
-(a unit that is a part of a block is reduced before the gradient of its input is added to others: both are left)
+    sum, after the reduction   AG_(i-1) + RSI_i + SG_i + the gradient of its input, those it is added to, and the sum
+
+(a unit that is not a whole block is reduced before the gradient of its input is added to others: both are left)
 
 plus everywhere: `saved`, U of kept units whose backward is to come (H of units with a secondary copy),
 U and G of open spanning units.  RSI is the input of the last reduction, of whichever unit that was.
@@ -273,7 +275,7 @@ class StageMemoryWalk:
         for j in reversed(range(len(calls))):
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
-            gradients, at = reduced + self.held(done), "backward of call"
+            gradients, at, sums = reduced + self.held(done), "backward of call", False
             if j == len(calls) - 1 and self.again and self.own and not self.is_whole:
                 # What follows the block: it has not run again yet.
                 around = self.spanning_unsharded + sum(unit.still_kept for unit in self.own)
@@ -325,8 +327,13 @@ class StageMemoryWalk:
                     seen = Neighbours(above and unit.stalls, below)
                     self.note_reduction(unit, call.operator, unsharded, waiting, around, ("reduction", j), seen)
                     reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
+                    unsharded -= unit.bytes.unsharded - unit.freed
+                    sums = j in self.frame.sums
                 if unit.first == j and unit.replaces_reduction:
                     reduce_input, above = unit.left_reduce_input, False
+            if sums and not self.is_whole:
+                gradients, seen = reduced + self.held(done), Neighbours(above, below)
+                self.note("backward", call.operator, unsharded, gradients, prefetched + reduce_input, ("sum", j), seen)
             if self.frame.has_opening and not self.is_whole and not j:
                 gradients, seen = reduced + self.held(done), Neighbours(above, below)
                 around, live = prefetched + reduce_input, ("backward of opening", 0)

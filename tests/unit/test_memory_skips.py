@@ -140,3 +140,38 @@ def test_inputs_under_bf16_are_held_in_fp32_as_they_were_given() -> None:
     choices = {operator.name: "shard" for operator in graph.operators}
     plan = plan_of(graph, machine, choices, (), micro_batch=64, optimizer="sgd")
     assert -0.002 <= compare(plan, model, graph, machine).error <= 0.01
+
+
+class Branches(nn.Module):
+    """Layers of several widths that read one activation; all of them reach the loss."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.lower = nn.Linear(FEATURES, 256)
+        self.upper = nn.ModuleList(nn.Linear(256, width) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, features) -> a loss."""
+        x = torch.relu(self.lower(x))
+        return torch.stack([layer(x).pow(2).mean() for layer in self.upper]).sum()
+
+    def example_inputs(self, batch: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Return arguments of `forward`."""
+        return (torch.randn(batch, TOKENS, FEATURES),), {}
+
+
+@pytest.mark.parametrize("replicated", [("0",), ("0", "1")])
+@pytest.mark.parametrize(
+    ("widths", "precision", "micro_batch", "accumulation"),
+    [((256, 128), "bf16", 4, 1), ((256, 128, 64), "bf16", 3, 1), ((256, 128, 64), "fp32", 4, 2)],
+)
+def test_gradients_of_branches_are_added_up_after_a_reduction(
+    widths: tuple[int, ...], precision: str, micro_batch: int, accumulation: int, replicated: tuple[str, ...]
+) -> None:
+    """Two gradients of one activation and their sum are there beside the gradients that were reduced."""
+    model = ModelSource("branches", lambda: Branches(widths), lambda m, batch: m.example_inputs(batch), TOKENS)
+    graph, machine = trace_model(model, precision), cluster(1, 4)
+    whole = {f"upper.{name}" for name in replicated}
+    choices = {one.name: "replicate" if one.name in whole else "shard" for one in graph.operators}
+    plan = plan_of(graph, machine, choices, micro_batch=micro_batch, accumulation=accumulation)
+    assert -0.002 <= compare(plan, model, graph, machine).error <= 0.005
