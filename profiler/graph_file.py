@@ -7,7 +7,7 @@ Each object is a row of a JSON document, `[type, value...]`, after the rows of w
     {"schema": "osdp.model_graph/3", "fields": {"Affine": ["fixed", "per_sample"], ...},
      "rows": [["Affine", 0.0, 8.0], ["tuple", 768, 64], ...]}
 
-Reading makes objects of the types below and nothing else, so that a file cannot run code.
+Reading makes dataclasses of `profiler.model_graph` and nothing else, so that a file cannot run code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from profiler import model_graph
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
-_TYPES = {one.__name__: one for one in vars(model_graph).values() if isinstance(one, type) and is_dataclass(one)}
+_OWN = [one for one in vars(model_graph).values() if getattr(one, "__module__", "") == model_graph.__name__]
+_TYPES = {one.__name__: one for one in _OWN if isinstance(one, type) and is_dataclass(one)}
 _FIELDS = {name: [field.name for field in fields(one)] for name, one in _TYPES.items()}
 _TUPLE = "tuple"
 

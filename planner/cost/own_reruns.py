@@ -32,9 +32,9 @@ def gathered_again(
         parts = list[tuple[UnitBytes, bool]]()
         if index is not None and index != frame.index:
             is_next, stage = sees_below and index == frame.index - 1, stages[index]
-            for strategy in {unit.strategy for unit in sharded}:
+            for strategy in dict.fromkeys(unit.strategy for unit in sharded):
                 units = stage_units(frame.model, stage, ((strategy,) for _ in stage.operators))
-                parts += [(costs(unit.operators, strategy)[0], is_next) for unit in units]
+                parts += [(costs(one.operators, strategy)[0], is_next and one is units[-1]) for one in units]
         elif index is not None:
             before = sorted((unit for unit in sharded if unit.last < j), key=lambda unit: unit.last)
             next_back = [] if sees_below else [unit for unit in before if not unit.stalls][-1:]

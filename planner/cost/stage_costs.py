@@ -60,6 +60,13 @@ class MeanUnitCosts(UnitCosts):
         return UnitBytes(*mean), traffic
 
 
+def _is_added_up(call: Call) -> bool:
+    """Return whether the gradient of a call's input is added to others after its backward, in any way of running."""
+    memory = call.memories(is_whole=False)
+    found = (one for one in (memory, memory.recomputed, memory.selective) if one is not None)
+    return any(one.module_backward_end_bytes != one.backward_end_bytes for one in found)
+
+
 class StageFrame:
     """A stage in a workload, as it is at every micro-batch."""
 
@@ -72,9 +79,7 @@ class StageFrame:
         trained = {c.operator: [p for p in graph.operators[c.operator].parameters if p.trainable] for c in stage.calls}
         self.has_opening = stage.block is not None and _opens(stage.calls[0])
         """Whether the block allocates anything before its first call."""
-        self.sums = {
-            j for j, call in enumerate(stage.calls) if call.module_backward_end_bytes != call.backward_end_bytes
-        }
+        self.sums = {j for j, call in enumerate(stage.calls) if _is_added_up(call)}
         """Calls after whose backward the gradient of their input is added to others."""
         self.full_gradients = {
             operator: sum(allocated_bytes(p.compute_bytes(load.precision) * p.numel) for p in parameters)

@@ -17,12 +17,11 @@ execution order and i+1 the one after; `saved` are the activations that calls be
     backward, a call of i      U_i + AG_(i-1) + RSI + G of i's calls already done + backward peak of the call
     reduction of i, copied     AG_(i-1) + RSI_i + G_i + gradients of activations that are left
     reduction of i, reduced    AG_(i-1) + RSI_i + RSX_i + SG_i + G1_i + the same
+    sum, after the reduction   AG_(i-1) + RSI_i + SG_i + the gradient of its input, those it is added to, and the sum
     recomputation              U of the block + AG below + RSI + saved in the block + forward peak
     (a block of several units: each is gathered as in forward, AG_i until it ends, and stays to its backward)
     the model runs k again     U_i + AG_(i-1) + RSI + U_k + AG_k + what is alive then, in a backward of i's calls: a
                                checkpoint of its own is around both (`planner.cost.own_reruns`)
-
-    sum, after the reduction   AG_(i-1) + RSI_i + SG_i + the gradient of its input, those it is added to, and the sum
 
 (a unit that is not a whole block is reduced before the gradient of its input is added to others: both are left)
 

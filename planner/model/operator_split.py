@@ -16,7 +16,7 @@ exact where no other product follows.  Time: FLOPs in proportion to features, an
 putting together are read and written once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ from typing import Any
 
 from planner.model.fsdp_units import check_split, split_bounds, split_parameters
 from profiler.cluster.measurements import call_key
-from profiler.model_graph import Affine, Call, CallMemory, ModelGraph, Operator, Work
+from profiler.model_graph import Affine, Call, CallMemory, ModelGraph, Operator, OwnRerun, Work
 
 NOTHING = Affine()
 SLICE_LAUNCHES = 3
@@ -53,7 +53,9 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
         parts = [*_calls(operator, _apart(call), count, graph.precision)] if count > 1 else [call]
         whole = (call_key(graph, call), call) if count > 1 else None
         first = starts[call.operator]
-        calls += [replace(part, operator=index, slice_of=whole) for index, part in enumerate(parts, first)]
+        calls += [replace(part, operator=index, slice_of=whole, reruns=()) for index, part in enumerate(parts, first)]
+        if call.reruns:  # as the last slice runs back, which is the first to do so
+            calls[-1] = replace(calls[-1], reruns=tuple(_renumbered(one, starts) for one in call.reruns))
         places.append(len(calls))
     blocks = tuple(replace(b, first_call=places[b.first_call], last_call=places[b.last_call]) for b in graph.blocks)
     edges = [(places[producer + 1] - 1, places[consumer]) for producer, consumer in graph.edges]
@@ -61,6 +63,10 @@ def slice_operators(graph: ModelGraph, counts: Mapping[int, int]) -> tuple[Model
     slices = frozenset(starts[index] + part for index, count in counts.items() for part in range(count))
     cut = replace(graph, operators=tuple(operators), calls=tuple(calls), blocks=blocks, edges=tuple(sorted(edges)))
     return cut, slices
+
+
+def _renumbered(rerun: OwnRerun, starts: Sequence[int]) -> OwnRerun:
+    return rerun if rerun.operator is None else replace(rerun, operator=starts[rerun.operator])
 
 
 def _slices(operator: Operator, count: int) -> list[Operator]:

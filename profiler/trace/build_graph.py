@@ -103,10 +103,7 @@ def assemble(
             inputs = {size: one.calls[index].recomputed for size, one in passes.items()}
             call = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
             fitted[same] = replace(call, apart=_apart(call, apart_runs, inputs))
-        sharers = tuple(sorted(block_of[one] for one in record.sharers))
-        reruns = _reruns([record, *others], block, block_of, position, sizes) if record.reruns else ()
-        operator = position[record.operator]
-        found.append(replace(fitted[same], operator=operator, block=block, sharers=sharers, reruns=reruns))
+        found.append(_placed(fitted[same], [record, *others], block, block_of, position, sizes))
     found = _all_read(found)
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
@@ -128,6 +125,21 @@ def assemble(
         left_bytes=_charged([one.left for one in passes.values()], sizes),
         cycle_bytes=_charged([_most_in_cycles(size, passes, recomputed, selective) for size in sizes], sizes),
     )
+
+
+def _placed(
+    call: Call,
+    records: Sequence[CallRecord],
+    block: int | None,
+    blocks: Mapping[int, int],
+    position: Mapping[int, int],
+    sizes: Sizes,
+) -> Call:
+    """Return a call that may be like others with what is its own: where it is, and what runs again beside it."""
+    first = records[0]
+    sharers = tuple(sorted(blocks[one] for one in first.sharers))
+    reruns = _reruns(records, block, blocks, position, sizes) if first.reruns else ()
+    return replace(call, operator=position[first.operator], block=block, sharers=sharers, reruns=reruns)
 
 
 def _reruns(

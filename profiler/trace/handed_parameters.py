@@ -21,13 +21,18 @@ _below: Any = Function.__mro__[1]
 """The class that `Function.apply` hands on to, in torch 2.11 to 2.13.  What has been bound before, as in `run =
 Swish.apply` at the top of a file or in a constructor, comes by there too."""
 
+_OF_OTHERS = ("profiler.", "torch.utils.checkpoint")
+"""Modules of functions that only hand on what they are handed: the trace's own, and those of checkpoints."""
+
 
 @classmethod  # type: ignore[misc]
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    for one in args:
-        if issubclass(type(one), nn.Parameter):  # `isinstance` costs more
-            with torch.no_grad():
-                one.new_empty(0)  # an op that reads it, and is free
+    """As a function's own, which reads the parameters that it is handed, if it is of the model and not of the trace."""
+    if not cls.__module__.startswith(_OF_OTHERS):
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, nn.Parameter):
+                with torch.no_grad():
+                    one.new_empty(0)  # an op that reads it, and is free
     return super(_below, cls).apply(*args, **kwargs)
 
 

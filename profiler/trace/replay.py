@@ -81,7 +81,7 @@ class Replay:
             if stand_in is None:
                 found.append(call)
             else:
-                found += [replace(one, block=call.block) for one in calls.get(stand_in.first, ())]
+                found += [_moved(one, call.block) for one in calls.get(stand_in.first, ())]
         expected = self.whole.calls
         if [call.block for call in found] != [call.block for call in expected]:
             raise UnlikeError
@@ -156,6 +156,14 @@ def _calls_by_block(calls: Sequence[CallRecord]) -> dict[int, list[CallRecord]]:
         if call.block is not None:
             found.setdefault(call.block, []).append(call)
     return found
+
+
+def _moved(call: CallRecord, block: int | None) -> CallRecord:
+    """Return a call of a block as one of another that is like it: what is run again is as many blocks before it."""
+    own, reruns = call.block, call.reruns
+    if reruns and own is not None and block is not None:
+        reruns = {(at if at is None else at + block - own, one): when for (at, one), when in reruns.items()}
+    return replace(call, block=block, reruns=reruns)
 
 
 def _measured(call: CallRecord) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ def _check(losses: Sequence[Any], inputs: Sequence[Any]) -> None:
         what = "autograd cannot give gradients of sharded parameters alone"
         advice = "call loss.backward() and read .grad, or plan with the pin *=replicate in fp32"
         if in_backward():
-            advice = "hand the parameters to the Function.apply whose backward asks for them, and plan again"
+            advice = f"hand them to Function.apply if a backward of its own asks for them, and plan again; or {advice}"
         raise OsdpError(what, got=", ".join(names[:3]), expected="inputs or activations", advice=advice)
     meshes = [shard.parameter.device_mesh for shard in shards if isinstance(shard.parameter, DTensor)]
     if any(one.device_mesh in meshes for one in sharded):

@@ -114,7 +114,7 @@ def unhanded(rank: int) -> str:
 def test_what_was_not_handed_is_refused_with_what_to_do() -> None:
     for found in run_ranks(unhanded, 2):
         assert "parts.0.inside.2.weight" in found
-        assert "hand the parameters to the Function.apply" in found
+        assert "hand them to Function.apply" in found
 
 
 def drawn_plans(seed: int) -> list[tuple[dict[str, str], tuple[str, ...]]]:

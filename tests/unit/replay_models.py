@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from trace_models import LanguageModel, source
 
 from profiler.model_source import ModelSource
@@ -407,6 +408,17 @@ class OnDevice(Block):
             return super().forward(x)
 
 
+class Halved(nn.Module):
+    """A block that checkpoints a part of itself."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.first, self.second = Block(index), Block(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
 def sequential(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
 
@@ -416,6 +428,7 @@ ALIKE: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: Model(Relu, FEW),
     "pairs": lambda: Paired(Pair),
     "fake tensors": lambda: Model(OnDevice, FEW),
+    "own checkpoints": lambda: Model(Halved, FEW),
     "frozen embedding": build_with(lambda model: model.embed.requires_grad_(False), FEW),
     "frozen blocks": build_with(lambda model: model.blocks.requires_grad_(False), FEW),
     "sequential": lambda: Model(sequential, FEW),

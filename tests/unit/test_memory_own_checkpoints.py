@@ -14,8 +14,11 @@ from thoroughness import drawn_numbers, some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from planner.model.operator_split import slice_operators
 from planner.pins import parse_pin, resolve
 from profiler.errors import OsdpError
+from profiler.graph_file import graph_from_text, graph_to_text
+from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -242,3 +245,38 @@ def test_gradients_that_come_twice_lie_in_their_buckets() -> None:
         choices = {one.name: "replicate" for one in graph.operators}
         plan = plan_of(graph, machine, choices, micro_batch=2, optimizer=optimizer)
         assert -0.003 <= compare(plan, source, graph, machine).error <= 0.2
+
+
+class Tailed(nn.Module):
+    """Four blocks, of which the last two and the head are in one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.embed(x)))
+        inside = nn.Sequential(*self.blocks[2:], self.head)
+        return checkpoint(inside.forward, x, use_reentrant=False).square().mean()  # type: ignore[union-attr, no-any-return]
+
+
+def test_what_runs_again_is_named_in_graphs_that_are_cut_and_kept_too() -> None:
+    """As the head runs back: blocks 2 and 3, told from the first, as a head is in none; and the head itself."""
+    graph = trace_model(ModelSource("tailed", Tailed, lambda _, batch: ((torch.ones(batch, 8),), {}), 1))
+
+    def reruns(of: ModelGraph) -> dict[str, set[tuple[int | None, str | None]]]:
+        name = lambda one: None if one is None else of.operators[one].name  # noqa: E731
+        return {
+            of.operators[call.operator].name: {(one.blocks_back, name(one.operator)) for one in call.reruns}
+            for call in of.calls
+            if call.reruns
+        }
+
+    wanted = {"head": {(-2, None), (-3, None), (None, "head")}}
+    assert reruns(graph) == wanted
+    assert graph_from_text(graph_to_text(graph)) == graph
+    names = [one.name for one in graph.operators]
+    assert reruns(slice_operators(graph, {names.index("blocks.0.0"): 3})[0]) == wanted
+    last = "head slice 2 of 2"
+    assert reruns(slice_operators(graph, {names.index("head"): 2})[0]).keys() == {last}

@@ -126,6 +126,20 @@ def test_layers_whose_parameters_a_function_is_handed_join_the_module_that_appli
     assert [one.name for one in own] == ["first", "parts.0.0", "parts.0.1", "last"]
 
 
+class AsksForItsDevice(Whole):
+    """Is traced on fake tensors, as it has to know a device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, features) -> a loss."""
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
+def test_so_they_do_in_a_model_that_is_traced_on_fake_tensors() -> None:
+    found = [one.name for one in graph_of(AsksForItsDevice(Applied("reverse", layers(3)), layers(6))).operators]
+    assert found == ["first", "parts.0", "parts.1.0", "parts.1.2", "last"]
+
+
 def test_modules_that_run_and_are_read_elsewhere_join_what_is_around_both() -> None:
     tree = Tree(body=Tree(embed=nn.Embedding(4, 2), layer=Tree(up=nn.Linear(2, 2))), head=nn.Linear(2, 4))
     groups, ran = find_groups(tree), dict.fromkeys(["", "body", "body.embed", "body.layer", "body.layer.up", "head"])
