@@ -22,11 +22,10 @@ def naming_sharded_parameters(*, in_backward: bool = False) -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         what, expected = "outside of the forward of the module that owns it", "parameters used in forward"
+        advice = "call the module that owns it, or the model itself; or plan with the pin *=replicate in fp32"
         if in_backward:  # of a reversible layer, or the adjoint of an ODE
             what = "by a backward of the model's own that computes with it"
             expected = "backwards that compute with what forward has saved, or was handed"
-        advice = "call the module that owns it, or the model itself; or plan with the pin *=replicate in fp32"
-        if in_backward:
             advice = f"hand all parameters that backward computes with to Function.apply, and plan again; or {advice}"
         advice += ", or, where frozen parameters follow trained ones, with *=shard"
         what = f"a parameter is used where it is not gathered: {what}"
