@@ -12,7 +12,9 @@ from runtime.sharded_model import ShardedModel
 
 
 def check_room(plan: Plan, sharded: ShardedModel, dtype: torch.dtype) -> None:
-    """Raise OsdpError if copies of the weights in a dtype do not fit beside what is predicted."""
+    """Raise OsdpError if copies of the weights in a dtype do not fit beside what is predicted, unless that has them."""
+    if plan.model.autocast:
+        return
     copies_bytes = bytes_of_copies(sharded.module, sharded.schedule, dtype)
     left_bytes = plan.limit_bytes - plan.predicted.peak_memory_bytes
     if copies_bytes <= left_bytes:

@@ -40,6 +40,8 @@ class ModelRef(_Strict):
     """`fp32` or `bf16`."""
     master_weights: str = ""
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
+    autocast: str = ""
+    """Dtype that `torch.autocast` in the forward has products compute in: `bf16`, `fp16`, or empty for none."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,13 @@ def read_choices(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[tuple[
 def model_ref(graph: ModelGraph) -> ModelRef:
     """Return the reference to a model that its plans hold."""
     return ModelRef(
-        graph.name, graph.fingerprint, graph.numel, graph.sequence_length, graph.precision, graph.master_weights
+        graph.name,
+        graph.fingerprint,
+        graph.numel,
+        graph.sequence_length,
+        graph.precision,
+        graph.master_weights,
+        graph.autocast,
     )
 
 

@@ -431,6 +431,9 @@ class ModelGraph:
     uncalled: tuple[str, ...] = ()
     """Paths of modules that share parameters with modules that run, and never run themselves."""
 
+    autocast: str = ""
+    """Dtype that `torch.autocast` has products compute in, `bf16` or `fp16`; empty: no forward asks for it."""
+
     left_bytes: Affine = Affine()
     """What outlives a step in the model otherwise than in buffers, as states for the next one, attention maps to look
     at, or in reference cycles.  What calls take leaves it out: where that of the step before is gone, they take less.
@@ -450,7 +453,9 @@ class ModelGraph:
 
     @cached_property
     def matmul_precision(self) -> str:
-        """`bf16` if most elements compute in two bytes, else `fp32`: whose rate matrix products are priced at."""
+        """Whose rate products are priced at: autocast's, `bf16` if most elements compute in two bytes, or `fp32`."""
+        if self.autocast:
+            return self.autocast
         sizes = [(p.numel, p.compute_bytes(self.precision)) for o in self.operators for p in o.parameters]
         return "bf16" if 2 * sum(numel for numel, size in sizes if size == 2) > self.numel else "fp32"
 

@@ -5,7 +5,7 @@ so with the backward of the forward that made it: in a context around several ba
 FSDP2 and ODC have reduced the others without it.
 
 Autograd keeps the copies from forward to backward, those of all units, whenever the plan gathers and frees what they
-were made of.  The planner traces no autocast, so no plan counts them.
+were made of.  Plans count them where the model's forward asks for autocast, and not where only a loop does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class AutocastWeights:
             module.register_forward_pre_hook(partial(self._forget, device_type), prepend=True)
 
     def _forget(self, device_type: str, module: nn.Module, args: Any) -> None:
-        if not torch.is_autocast_enabled(device_type) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # also where a context is off here, within one that keeps copies, or on inside
+        if not torch.is_autocast_enabled(device_type):
+            return
         dtype = torch.get_autocast_dtype(device_type)
         if torch.is_grad_enabled() and dtype not in self._checked:
             self.check(dtype)

@@ -16,7 +16,7 @@ request of a few steps with what the limit leaves it.
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from osdp.planning.clusters import allocatable_bytes, rounding_bytes, workspaces_bytes
 from osdp.zoo import load_model
 from planner.analysis.explain import OpenPlan
+from profiler.autocast import Autocast
 from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 from profiler.trace.data_dependent import DataDependent
@@ -194,7 +195,8 @@ def rehearse(view: OpenPlan, source: ModelSource, expert_imbalance: float) -> tu
 @contextmanager
 def as_on(device_type: str, data: DataDependent, *, is_building: bool) -> Iterator[None]:
     """Have fake tensors of the CPU run the kernels of a plan's devices, and answer what depends on data."""
-    with device_kernels(device_type, "cpu"), answering(data, is_building=is_building):
+    autocast = Autocast(device_type, "cpu").standing_in() if device_type != "cpu" else nullcontext()
+    with device_kernels(device_type, "cpu"), answering(data, is_building=is_building), autocast:
         yield
 
 

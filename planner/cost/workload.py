@@ -171,7 +171,7 @@ class Workload:
         """
         device, batch = self.cluster.device, self.micro_batch
         rates = device.matmul_flops_per_s
-        known = precision if precision in rates else self.precision
+        known = precision if precision in rates else device.rate_name(precision) or self.precision
         rate = rates[known].value * device.efficiency(known).value
         bandwidth = device.memory_bytes_per_s.value
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)

@@ -27,7 +27,7 @@ class Device:
     memory_bytes: Figure
     """Memory of one device that is available to programs."""
     matmul_flops_per_s: dict[str, Figure]
-    """Peak rate of dense matrix products by precision (`fp32`, `bf16`)."""
+    """Peak rate of dense matrix products by precision (`fp32`, `bf16`, `fp16`)."""
     matmul_efficiency: Figure
     """Fraction of that peak which large matrix products reach, in (0, 1]."""
     memory_bytes_per_s: Figure
@@ -36,6 +36,14 @@ class Device:
     """Reserved for the CUDA context, NCCL and cuBLAS, and for the caching allocator's rounding."""
     fp32_efficiency: Figure | None = None
     """`matmul_efficiency` of products in fp32, where it is another."""
+
+    def rate_name(self, precision: str) -> str:
+        """Return by what name `matmul_flops_per_s` has the rate of a precision; empty if it has none.
+
+        Tensor cores that know bf16 are as fast in fp16 (NVIDIA's datasheets of A100, H100 and RTX 4090).
+        """
+        names = {"fp16": ("fp16", "bf16")}.get(precision, (precision,))
+        return next((name for name in names if name in self.matmul_flops_per_s), "")
 
     def efficiency(self, precision: str) -> Figure:
         """Return the fraction of the peak rate of a precision that large matrix products reach."""

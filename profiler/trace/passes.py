@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.jit import last_executed_optimized_graph  # type: ignore[attr-defined]
 
+from profiler.autocast import Autocast
 from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
@@ -120,7 +121,7 @@ def run_sizes(
     )
 
 
-_OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__)
+_OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__, Autocast.__module__)
 
 Recomputed = dict[Recompute, dict[int, Pass]]
 """Passes by what of every block is recomputed, and by micro-batch."""

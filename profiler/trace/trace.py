@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.jit import ScriptModule
 
 from profiler.alias_outputs import outputs_aliased, wrappable
+from profiler.autocast import NAMES, Autocast
 from profiler.byte_sizes import format_bytes
 from profiler.computed_attributes import computed_by_hooks, computed_forgotten, values_of
 from profiler.errors import OsdpError
@@ -31,11 +33,10 @@ from profiler.parameter_memory import shared_memory
 from profiler.plain_attributes import unregistered_tensors
 from profiler.reentrant_checkpoints import reentrant_as_others
 from profiler.trace.affine_fit import SIZES, StepsError
-from profiler.trace.asked_autocast import asked_autocast
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
-from profiler.trace.find_operators import OtherDtypesError, find_groups, held_whole
+from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, find_groups, held_whole
 from profiler.trace.handed_parameters import handed_are_read
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
@@ -130,7 +131,8 @@ def _traced(
         'or in `with torch.device("cpu")`, or after OSDP has wrapped the module'
     )
     with device_kernels(settings.device_type, device.torch_device.type), ExitStack() as until_traced:
-        asked = until_traced.enter_context(asked_autocast())
+        autocast = Autocast(settings.device_type, device.torch_device.type)
+        until_traced.enter_context(autocast.standing_in())
         with explained(what, expected, advice):
             with making(device):
                 module = source.build()
@@ -151,6 +153,7 @@ def _traced(
         _check_hooks(source.name, module, wrapped := wrappable(module))
         containers = ContainersHanded(wrapped if COMPUTE_DTYPE[precision] else ())
         alias_others = until_traced.enter_context(outputs_aliased(module))
+        autocast.forget_before(partial(_units, module, found))
         for hooks in (inputs_cast(module, precision), containers.surrounding()):
             until_traced.enter_context(hooks)
         with unregistered_reads(module) as read, mode, reentrant_as_others(), handed_are_read():
@@ -177,7 +180,7 @@ def _traced(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
-    notes += _notes_on_running(graph, run.rerun, asks_autocast=settings.device_type in asked)
+    notes += _notes_on_running(graph, run.rerun)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
@@ -196,22 +199,25 @@ def _traced(
             "0, instead"
         )
     graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
+    graph = replace(graph, autocast=next((NAMES[dtype] for dtype in autocast.asked), ""))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
 
-def _notes_on_running(graph: ModelGraph, rerun: Collection[str], *, asks_autocast: bool) -> Iterator[str]:
-    """Yield what to know of blocks that the model itself runs again, and of copies that autocast makes."""
+def _notes_on_running(graph: ModelGraph, rerun: Collection[str]) -> Iterator[str]:
+    """Yield what to know of blocks that the model itself runs again."""
     if rerun:
         count = len({block.name for block in graph.blocks})
         names = _listed(rerun) if len(rerun) == count else ", ".join(rerun)
         what = f"the model itself runs {len(rerun)} of {count} blocks again in its backward, which no plan recomputes"
         yield f"{what}: {names}"
-    if asks_autocast:
-        copies_bytes = sum(2 * one.numel for operator in graph.operators for one in operator.parameters)
-        yield (
-            "the model asks for torch.autocast, which is not traced, and which keeps copies of weights from forward to "
-            f"backward: leave a headroom of up to {format_bytes(copies_bytes)}, or plan in bf16 without it"
-        )
+
+
+def _units(module: nn.Module, groups: Sequence[Group]) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield the modules that may be units of a plan, and of each whether it is one where blocks are whole."""
+    blocks = find_blocks(module)
+    inside = tuple(f"{block}." for block in blocks)
+    for path in dict.fromkeys((*blocks, *(path for group in groups for path in group.modules))):
+        yield module.get_submodule(path), path in blocks or not path.startswith(inside)
 
 
 def _listed(names: Iterable[str]) -> str:
