@@ -150,8 +150,12 @@ def follow_forwards(module: FSDPModule) -> None:
     FSDP2 takes the last forward of a unit for the one that runs back first: of a frozen network that ran once more on a
     target, it gathers units of which no backward comes.  And of a forward that runs again in a backward it keeps all
     units gathered: in a checkpoint around many blocks, the parameters of all.  Checked on 2.11, 2.12 (both read) and
-    2.13 (run).
+    2.13 (run).  What ends such a forward is no end of the model's, at which 2.13 ends those of all units whose modules
+    have not all run: others, which share parameters with some that run again, run back after that.
     """
+    state = cast(Any, module)._get_fsdp_state()
+    if (complete := getattr(state, "_force_complete_incomplete_states", None)) is not None:
+        state._force_complete_incomplete_states = lambda output: output if is_bw() else complete(output)
     for group in _param_groups(module):
         group.post_forward = partial(_post_forward, group, group.post_forward)
 
@@ -240,11 +244,11 @@ def complete_reduction(module: FSDPModule) -> None:
 def keep_after_forward(module: FSDPModule) -> Iterator[None]:
     """Keep the parameters of a unit unsharded after a forward: their backward follows at once."""
     with ExitStack() as stack:
+        stack.callback(_free_last_gather, module)  # also of a forward that is stopped early
         for group in _param_groups(module):
             kept = patch.multiple(group, reshard=lambda: None, _record_post_forward=lambda: None)
             stack.enter_context(kept)
         yield
-    _free_last_gather(module)
 
 
 def _free_last_gather(module: FSDPModule) -> None:

@@ -184,11 +184,11 @@ class _Again(AbstractContextManager[None, bool]):
             yield
 
     def __enter__(self) -> None:
-        if not self.block.is_unit:
-            inside = set(self.block.block.modules())
-            for unit in self.block.sharded.units:
-                if not inside.isdisjoint(unit.modules):  # its backward comes next
-                    self.stack.enter_context(unit.keep_after_forward())
+        block = self.block.block
+        inside = set(block.modules())
+        for unit in self.block.sharded.units:
+            if block not in unit.modules and not inside.isdisjoint(unit.modules):  # its backward comes next
+                self.stack.enter_context(unit.keep_after_forward())
         for (module, name), old in self.before.items():
             # Other tensors in their places: autograd may have kept those that are there.
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
