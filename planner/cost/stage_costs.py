@@ -268,6 +268,8 @@ class StageActivations:
                 "sum": saved + 2 * reduced - end + self.offloaded,
                 "end": saved + end + self.offloaded,
             }
+            if is_whole and self.frame.stage.spanning:
+                at["unshard inside"] = saved + call.module_backward_start_bytes(batch) + self.offloaded
             for number, own in enumerate(self.frame.stage.calls[j].reruns):
                 at[f"own rerun {number}"] = saved + own.peak_bytes(batch)
             if self.frame.has_opening and not j:

@@ -33,6 +33,8 @@ U and G of open spanning units.  RSI is the input of the last reduction, of whic
 - A unit that runs several times is gathered for each, and what it keeps is there to the backward of the last; G waits
   for the first.  The backward of each frees RSI.
 - A recomputed block of several units is gathered when what follows the block has run back.
+- A unit of several stages may lie in a block that is wrapped whole.  It is gathered as the block runs again, and its AG
+  is there until the block has; after that it stays, as do all units in a recomputed block, to its own backward.
 - Units without differentiable inputs (embeddings) keep U and G and are reduced after all backward.
 - `owner`: U is there until its gradients are copied and no gradient is after that; it leaves the AG and RSI
   of others alone and frees its own; nothing of it is prefetched, and FSDP2 prefetches past it.
@@ -50,6 +52,7 @@ from typing import NamedTuple
 from planner.cost.own_reruns import gathered_again
 from planner.cost.stage_costs import Live, StageFrame, UnitCosts
 from planner.cost.staged_unit import StagedUnit
+from profiler.model_graph import Affine
 
 
 class Neighbours(NamedTuple):
@@ -150,7 +153,9 @@ class StageMemoryWalk:
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
         self.accumulates = frame.load.accumulation > 1
-        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning if not unit.own)
+        self.inside = [unit for unit in self.units if unit.closes and unit is not self.whole]
+        """Units that are gathered for a backward in here, beside the block itself where it is wrapped whole."""
+        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning if not unit.closes)
         self.waiting = [unit for unit in self.units if unit.operators[0] in frame.stage.waits and not unit.ends]
         self.noted: dict[Sees, dict[Live, Note]] = {}
 
@@ -164,7 +169,7 @@ class StageMemoryWalk:
         total = 0.0
         for unit in self.units:
             is_over, opens = unit.closes and unit.last < j, unit.opens or (backward and unit.own)
-            if is_over and not (backward and self.again and unit.own):
+            if is_over and not (backward and self.again):
                 total += unit.still_kept if backward else unit.kept
             elif not opens or unit.first <= j:
                 total += unit.bytes.unsharded
@@ -217,24 +222,28 @@ class StageMemoryWalk:
     def recomputation(self) -> None:
         """Note the moments of running the block's forward again."""
         calls, last, held = self.frame.stage.calls, len(self.frame.stage.calls) - 1, self.held(set())
-        if self.is_whole or not self.own:
-            unsharded, seen = self.unsharded_at(last, backward=True), Neighbours(above=True, below=True)
-            self.note("recompute", calls[last].operator, unsharded, held, 0, ("call again", last), seen)
+        if self.is_whole or not self.inside:
+            buffers = self.gathered_inside() if self.inside else 0
+            unsharded, seen = self.unsharded_at(last, backward=True), Neighbours(above=True, below=not self.inside)
+            self.note("recompute", calls[last].operator, unsharded, held, buffers, ("call again", last), seen)
             return
-        units = sorted(self.own, key=lambda unit: unit.last)
-        # It has been gathered for its backward, unless what follows its modules needs the block before that begins.
-        top = None if self.in_tail else units[-1]
+        units = sorted(self.inside, key=lambda unit: unit.last)
+        # It has been gathered for its backward, unless what follows its modules needs the block before that begins, be
+        # it a unit that a stage above has left gathered.
+        top = None if self.in_tail or units[-1].last < last else units[-1]
         target = next((unit for unit in reversed(units) if unit is not top and not unit.stalls), None)
         unsharded = self.spanning_unsharded + sum(unit.still_kept for unit in units)
         if top is not None:
             self.note_before_recomputation(unsharded - top.still_kept, top, target, held)
             unsharded += top.bytes.unsharded - top.still_kept
         # The others come with their forward; what has been prefetched is there until then.  Where the forward of a unit
-        # begins in that of another, FSDP2 may free the buffer of a gather only when the next has been copied out.
+        # begins in that of another, or goes on in other stages, FSDP2 frees the buffer of a gather only when the next
+        # has been copied out.
         prefetched, last_gathered = target.prefetched if target and not (self.in_tail and self.frame.is_top) else 0, 0
         seen = Neighbours(above=True, below=target is None)
         if self.frame.has_opening:
             self.note("recompute", calls[0].operator, unsharded, held, prefetched, ("opening again", 0), seen)
+        linger = self.frame.stage.is_nested
         for unit in units:
             if unit is target:
                 prefetched = 0
@@ -247,10 +256,20 @@ class StageMemoryWalk:
                 unsharded += unit.bytes.unsharded - unit.still_kept
                 copying = buffers + unit.unshard_temporary
                 self.note("recompute", operator, unsharded + unit.bytes.secondary, held, copying, entering, seen)
-            if gathered and not unit.stalls and self.frame.stage.is_nested:
+            linger |= unit is not top and not unit.own
+            if gathered and not unit.stalls and linger:
                 buffers, last_gathered = prefetched + gathered, gathered
             for j in range(unit.first, unit.last + 1):
                 self.note("recompute", calls[j].operator, unsharded, held, buffers, ("call again", j), seen)
+
+    def gathered_inside(self) -> int:
+        """Return the buffers of units inside of a block that is wrapped whole, as it runs again.
+
+        The last has been prefetched, and its buffer is there until the block has run.  That of one before is freed when
+        the next has been gathered: as the last has, which is unsharded then.
+        """
+        *others, last = sorted(self.inside, key=lambda unit: unit.last)
+        return last.prefetched + max(0, *(unit.prefetched - last.bytes.unsharded for unit in others), 0)
 
     def note_before_recomputation(self, kept: float, top: StagedUnit, target: StagedUnit | None, held: float) -> None:
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then.
@@ -275,31 +294,31 @@ class StageMemoryWalk:
             call = calls[j]
             unsharded = self.unsharded_at(j, backward=True) + waiting_unsharded
             gradients, at, sums = reduced + self.held(done), "backward of call", False
-            if j == len(calls) - 1 and self.again and self.own and not self.is_whole:
+            if j == len(calls) - 1 and self.again and self.inside and not self.is_whole:
                 # What follows the block: it has not run again yet.
-                around = self.spanning_unsharded + sum(unit.still_kept for unit in self.own)
+                around = self.spanning_unsharded + sum(unit.still_kept for unit in self.inside)
                 tail = "backward of tail", j
                 self.note("backward", call.operator, around, gradients, prefetched, tail, Neighbours(above, below))
                 at, prefetched = "backward of module", 0
             for unit in self.units:
-                if unit.closes and unit.last == j and self.again and unit.own and unit is not self.whole:
+                if unit.closes and unit.last == j and self.again and unit is not self.whole:
                     # It has been gathered to run again, and so has what would be prefetched now.
                     if not unit.stalls:
                         prefetched, below, _ = self.next_prefetch(j)
                         gathering = Neighbours(above, below, below)
-                        self.note(
-                            "backward", call.operator, unsharded, gradients, reduce_input, ("unshard", j), gathering
-                        )
+                        live = self.entering(unit), j
+                        self.note("backward", call.operator, unsharded, gradients, reduce_input, live, gathering)
                 elif unit.closes and unit.last == j:
-                    # What follows its last module: the unit is not unsharded again yet.
-                    sharded, buffers = unsharded - (unit.bytes.unsharded - unit.still_kept), prefetched + reduce_input
+                    # What follows its last module: the unit is not unsharded again yet, nor is any inside of it.
+                    before = unsharded - self.to_gather(j) if self.inside and unit is self.whole else unsharded
+                    sharded, buffers = before - (unit.bytes.unsharded - unit.still_kept), prefetched + reduce_input
                     seen, tail = Neighbours(above, below), ("backward of tail", j)
                     self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
                     at = "backward of module"
                     if not unit.stalls:
                         if self.frame.is_top and not (prefetched or below):
-                            self.note_first_gather(unit, j, unsharded, gradients, reduce_input)
-                        self.note_gather(unit, j, unsharded, gradients, reduce_input, above)
+                            self.note_first_gather(unit, j, before, gradients, reduce_input)
+                        self.note_gather(unit, j, before, gradients, reduce_input, above)
                         prefetched, below, _ = self.next_prefetch(j)
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
@@ -313,7 +332,7 @@ class StageMemoryWalk:
             if self.frame.has_opening and self.is_whole and not j:
                 gradients, live = reduced + self.held(done), ("backward of opening", 0)
                 self.note("backward", call.operator, unsharded, gradients, buffers, live, seen)
-            for unit in self.units:
+            for unit in reversed(self.units):  # those in a block before itself
                 if unit.rests and unit.first == j and unit.reduced_after_backward:
                     reduced_after.append(unit)
                     waiting_unsharded += unit.bytes.unsharded
@@ -354,11 +373,29 @@ class StageMemoryWalk:
     ) -> None:
         """Note that a unit is gathered for its backward, and then what is prefetched."""
         operator, held = self.frame.stage.calls[j].operator, unsharded + unit.bytes.secondary
-        live, buffers = ("unshard", j), unit.prefetched + unit.unshard_temporary + reduce_input
+        live, buffers = (self.entering(unit), j), unit.prefetched + unit.unshard_temporary + reduce_input
         self.note("backward", operator, held, gradients, buffers, live, Neighbours(above))
-        prefetched, below, temporary = self.next_prefetch(j)
+        within = unit is self.whole and bool(self.inside)
+        if within:
+            self.note_gather_inside(unit, j, unsharded, gradients, buffers, above)
+        prefetched, below, temporary = self.next_prefetch(j, within=within)
         buffers, seen = prefetched + temporary + reduce_input, Neighbours(above, below, below)
         self.note("backward", operator, unsharded, gradients, buffers, live, seen)
+
+    def note_gather_inside(
+        self, block: StagedUnit, j: int, unsharded: float, gradients: float, buffers: int, above: bool
+    ) -> None:
+        """Note that a unit inside of a block is gathered first, and prefetches, where both return the same."""
+        call = self.frame.stage.calls[j]
+        is_last = any(unit.last == j and not unit.stalls for unit in self.inside)
+        if not is_last or call.rest_forward_peak_bytes != Affine():
+            return
+        prefetched, below, temporary = self.next_prefetch(j - 1, within=True)
+        around, inside, live = buffers + prefetched, unsharded + self.to_gather(j), ("unshard", j)
+        sharded, seen = inside - block.bytes.unsharded + block.still_kept, Neighbours(above, below, below)
+        self.note("backward", call.operator, sharded, gradients, around + temporary, live, seen)
+        both, seen = inside + block.bytes.secondary, Neighbours(above, below)
+        self.note("backward", call.operator, both, gradients, around, live, seen)
 
     def note_reduction(
         self, unit: StagedUnit, operator: int, unsharded: float, held: float, around: int, live: Live, seen: Neighbours
@@ -385,12 +422,24 @@ class StageMemoryWalk:
             unsharded -= unit.bytes.unsharded
             reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
 
-    def next_prefetch(self, j: int) -> tuple[int, bool, int]:
-        """Return AG and AGH of FSDP2's unit whose backward comes next below call j, or that it is another stage's."""
-        later = [unit for unit in self.units if unit.closes and unit.last < j and not unit.stalls]
+    def entering(self, unit: StagedUnit) -> str:
+        """Return what is alive as the backward gets to a unit, named as in `Live`: the block itself, or one in it."""
+        return "unshard" if self.whole in (None, unit) else "unshard inside"
+
+    def to_gather(self, j: int) -> int:
+        """Return what `unsharded_at` counts at a block's last call j of units inside of it, before it is gathered."""
+        return sum(unit.bytes.unsharded - unit.still_kept for unit in self.inside if self.again or unit.last == j)
+
+    def next_prefetch(self, j: int, *, within: bool = False) -> tuple[int, bool, int]:
+        """Return AG and AGH of FSDP2's unit whose backward comes next below call j, or that it is another stage's.
+
+        `within`: the block itself has just been gathered, and has not run again.
+        """
+        units = self.inside if within else self.units
+        later = [unit for unit in units if unit.closes and unit.last < j + within and not unit.stalls]
         if not later:
             return 0, True, 0
-        if self.again and j < len(self.frame.stage.calls):
+        if self.again and j < len(self.frame.stage.calls) and not within:
             return 0, False, 0  # What ran again has stayed gathered.
         unit = max(later, key=lambda unit: unit.last)
         return unit.prefetched, False, unit.prefetch_temporary

@@ -373,6 +373,9 @@ class StageUnits:
         self.is_whole = stage.block is not None and len(self.own) == 1
         """Whether it is a block of one unit: no computation of it runs while it is sharded."""
         self._runs = parts.runs([*self.own, *self.here], self.is_whole)
+        ends = 0, len(stage.calls) - 1
+        if self.is_whole and (self.own[0].first, self.own[0].last) != ends:  # others run in it before or after
+            self.own = [replace(self.own[0], first=0, last=ends[1])]
         self._constants = self._without_micro_batch()
         self._backward_notes = cache(self._make_backward_notes)
 
