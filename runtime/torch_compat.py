@@ -22,6 +22,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     hook_nested_tensors          2.11 finds no tensors in dataclasses, and all hook every input by itself, so that one
                                  that is given twice is two in forward
     reduce_when_rerun            where an autograd function's backward runs modules twice, FSDP2 loses gradients
+    shard_parts_run_again        FSDP2 keeps a unit gathered of which a part has run again in a backward
     initialise                   FSDP2 takes the module that runs first for the outermost
     gathered                     no public name tells which parameters a forward has gathered
     held_tensor                  `to_local` is an operation, which gradients under odc refuse before they are complete
@@ -328,6 +329,43 @@ def reshard_without(first: FSDPModule, modules: Sequence[nn.Module], uncalled: C
     for module in modules:
         if module not in uncalled:
             module.register_forward_pre_hook(lambda module, args: waiting.difference_update(uncalled))
+
+
+def shard_parts_run_again(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Shard a unit of which some modules only have run again in a backward when the forward of another begins there.
+
+    FSDP2 waits for all of them, and so keeps the unit gathered until it runs back, and the buffer of that gather until
+    the next: where a checkpoint of the model's own begins within modules that are wrapped together.
+    """
+    state = cast(Any, first)._get_fsdp_state()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        left = getattr(state._state_ctx, "run_in_part", None) if is_bw() else None
+        if left is not None and left is not first:
+            state._state_ctx.run_in_part = None
+            _shard_part(left)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        is_part = state._training_state == TrainingState.FORWARD and state._modules_to_run_forward
+        # What `keep_after_forward` keeps has no `reshard` of its class.
+        if is_bw() and is_part and not any("reshard" in vars(group) for group in _param_groups(first)):
+            state._state_ctx.run_in_part = first
+            _free_last_gather(first)
+
+    for module in modules:
+        module.register_forward_pre_hook(begin, prepend=True)
+        if len(modules) > 1:
+            module.register_forward_hook(end)
+
+
+def _shard_part(module: FSDPModule) -> None:
+    state = cast(Any, module)._get_fsdp_state()
+    if state._training_state == TrainingState.FORWARD:  # else its backward has begun, or is over
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _param_groups(module):
+            group._training_state = TrainingState.IDLE
+            group.reshard()
 
 
 def hook_nested_tensors(first: FSDPModule) -> None:

@@ -36,9 +36,9 @@ def gathered_again(
                 units = stage_units(frame.model, stage, ((strategy,) for _ in stage.operators))
                 parts += [(costs(one.operators, strategy)[0], is_next and one is units[-1]) for one in units]
         elif index is not None:
-            before = sorted((unit for unit in sharded if unit.last < j), key=lambda unit: unit.last)
+            before = sorted((unit for unit in own if unit.last < j), key=lambda unit: unit.last)
             next_back = [] if sees_below else [unit for unit in before if not unit.stalls][-1:]
-            parts = [(unit.bytes, unit in next_back) for unit in before]
+            parts = [(unit.bytes, unit in next_back) for unit in before if unit in sharded]
         yield max((_gathered(unit, is_there=there) for unit, there in parts), key=sum, default=(0, 0))
 
 

@@ -31,6 +31,7 @@ from runtime.torch_compat import (
     reduce_when_rerun,
     reset_iteration,
     reshard_without,
+    shard_parts_run_again,
     take_held,
 )
 
@@ -133,6 +134,7 @@ def support_repeated_calls(first: FSDPModule, modules: Sequence[nn.Module]) -> N
     reduce_when_rerun(first, modules)
     free_in_every_backward(first)
     follow_forwards(first)
+    shard_parts_run_again(first, modules)
 
 
 def uses_ring(unit: ScheduledUnit) -> list[bool]:
