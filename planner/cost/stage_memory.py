@@ -269,7 +269,8 @@ class StageMemoryWalk:
         the next has been gathered: as the last has, which is unsharded then.
         """
         *others, last = sorted(self.inside, key=lambda unit: unit.last)
-        return last.prefetched + max(0, *(unit.prefetched - last.bytes.unsharded for unit in others), 0)
+        to_come = last.bytes.unsharded - last.still_kept
+        return last.prefetched + max(0, 0, *(unit.prefetched + unit.bytes.secondary - to_come for unit in others))
 
     def note_before_recomputation(self, kept: float, top: StagedUnit, target: StagedUnit | None, held: float) -> None:
         """Note the gather of a block's last unit, after which the block runs again, and what is prefetched then.
