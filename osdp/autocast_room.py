@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.plan import Plan
+from profiler.autocast import NAMES
 from profiler.byte_sizes import format_bytes
 from profiler.errors import OsdpError
 from runtime.autocast_weights import bytes_of_copies
@@ -25,6 +26,6 @@ def check_room(plan: Plan, sharded: ShardedModel, dtype: torch.dtype) -> None:
         got=f"up to {size} in {str(dtype).removeprefix('torch.')}; the plan leaves {format_bytes(left_bytes)} of "
         f"{format_bytes(plan.limit_bytes)}",
         expected="room for the copies, or no torch.autocast",
-        advice='in place of torch.autocast plan with {"precision": "bf16"}, which casts weights as it gathers them; or '
-        f"leave room: osdp plan --headroom {-(-copies_bytes >> 20)}MiB",
+        advice=f'plan with {{"precision": "amp-{NAMES[dtype]}"}}, which counts them, or, in place of autocast, with '
+        '{"precision": "bf16"}, which casts weights as it gathers them',
     )

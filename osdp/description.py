@@ -24,9 +24,10 @@ class Description:
     SCHEMA: ClassVar[str] = "osdp.description/1"
 
     schema: str = SCHEMA
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """`bf16`: mixed precision, parameters compute in bf16; `fp32`: in the dtype that they have. Parameters rest in the
-    dtype that they have, gradients are reduced in fp32."""
+    precision: Literal["fp32", "bf16", "amp-bf16", "amp-fp16"] = "fp32"
+    """`bf16`: mixed precision, parameters compute in bf16; `fp32`: in the dtype that they have; `amp-bf16`, `amp-fp16`:
+    the forward runs under `torch.autocast`. Parameters rest in the dtype that they have, gradients are reduced in fp32.
+    """
     master_weights: Literal["fp32"] | None = None
     """`fp32`: trained parameters of fewer bits (a bf16 checkpoint's) rest in fp32, and so do their optimizer states."""
     optimizer: Literal["adam", "adamw", "sgd", "fused_adam", "fused_adamw", "fused_sgd"] | None = None

@@ -37,7 +37,7 @@ class ModelRef(_Strict):
     """Number of parameters."""
     sequence_length: Tokens
     precision: str
-    """`fp32` or `bf16`."""
+    """`fp32`, `bf16`, `amp-bf16` or `amp-fp16`."""
     master_weights: str = ""
     """What trained parameters of fewer bits rest in: `fp32`, or empty for the dtype that they have."""
     autocast: str = ""

@@ -11,7 +11,7 @@ what that of the device does which is stood for:
 
 Copies of leaves that require gradients are kept until the outermost context is left or the cache is cleared.  Which ops
 have kernels the dispatcher says; which of them are of the first three kinds is as in `ATen/autocast_mode.h` and
-`ATen/autocast_mode.cpp` of PyTorch 2.13.
+`ATen/autocast_mode.cpp` of PyTorch 2.13, and of 2.11, which has dimensions with names.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ prelu addmm matmul mm linalg_vecdot linear addbmm baddbmm bmm scaled_dot_product
 _LOWER = {
     "cuda": _ops(
         f"{_PRODUCTS} _convolution convolution cudnn_convolution cudnn_convolution_transpose addmv addr einsum mv "
-        "chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell "
-        "rnn_relu_cell _scaled_dot_product_flash_attention"
+        "chain_matmul linalg_multi_dot _cudnn_rnn _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell "
+        "rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention"
     ),
     "cpu": _ops(
         f"{_PRODUCTS} conv1d.padding conv2d.padding conv3d.padding _addmm_activation mkldnn_rnn_layer "
@@ -60,7 +60,8 @@ _LOWER = {
 _BY_DTYPE = {
     "cuda": _ops(
         "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
-        "linalg_matrix_norm.str_ord sum sum.dim_IntList"
+        "linalg_matrix_norm.str_ord sum sum.dim_IntList "
+        "prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname sum.dim_DimnameList"
     ),
     "cpu": _ops(""),
 }
@@ -68,7 +69,11 @@ _WIDEST = {
     "cuda": _ops("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"),
     "cpu": _ops("stack cat index_copy"),
 }
-_OTHER_OVERLOADS = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_OTHER_OVERLOADS = {
+    "aten::norm.Scalar": "ScalarOpt_dtype",
+    "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+    "aten::norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",
+}
 """On GPUs: those that take the dtype to compute in, where an op itself does not."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.recurrent_kernels import with_workspace
+from profiler.recurrent_kernels import in_fp32, with_workspace
 
 aten = torch.ops.aten
 
@@ -24,11 +24,12 @@ _LOSSES = {
     aten.soft_margin_loss.default,
 }
 _FOLDS = {aten.col2im.default, aten.im2col.default}
+_LAYERS = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
 
 
 def keeps_storage(op: torch._ops.OpOverload) -> bool:
     """Return whether `with_kept_storage` may return anything but the output."""
-    return op in _LOSSES or op in _FOLDS or op is aten.mkldnn_rnn_layer.default
+    return op in _LOSSES or op in _FOLDS or op in _LAYERS
 
 
 def with_kept_storage(op: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> Any:
@@ -38,6 +39,8 @@ def with_kept_storage(op: torch._ops.OpOverload, args: Sequence[Any], out: Any) 
     """
     if op is aten.mkldnn_rnn_layer.default:
         return with_workspace(args, out)
+    if op is aten.mkldnn_rnn_layer_backward.default:
+        return in_fp32(out)
     if op in _FOLDS:
         elements = args[0].numel()
     elif op in _LOSSES and not out.dim():

@@ -3,6 +3,8 @@
     precision    parameters compute in       floating-point inputs
     fp32         the dtype that they have    as they are
     bf16         bf16, but for those below   of the model, and of each module that owns parameters, cast to bf16
+    amp-bf16     as `torch.autocast` in bf16 has each operation of the model's forward compute
+    amp-fp16     the same in fp16
 
 Under bf16 these compute in the dtype that they have:
 
@@ -34,8 +36,10 @@ from torch.utils.hooks import RemovableHandle
 
 from profiler.opaque_parameters import is_opaque
 
-COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16}
-"""What mixed precision computes in; None: there is none."""
+COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "amp-bf16": None, "amp-fp16": None}
+"""What parameters are cast to before they compute; None: to nothing."""
+AUTOCAST_DTYPE = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+"""What `torch.autocast` around the model's forward has products compute in."""
 MASTER_WEIGHTS = {"": None, "fp32": torch.float32}
 """What trained parameters of fewer bits rest in; None: the dtype that they have."""
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
@@ -109,10 +113,27 @@ def cast_inputs(root: nn.Module, precision: str) -> list[RemovableHandle]:
     return handles
 
 
+def autocast_forwards(root: nn.Module, precision: str, device_type: str) -> list[RemovableHandle]:
+    """Register the hooks that have a model's forward run under autocast, where a precision asks for that."""
+    dtype, entered = AUTOCAST_DTYPE.get(precision), list[torch.autocast]()
+    if dtype is None:
+        return []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        entered.append(torch.autocast(device_type, dtype))
+        entered[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if entered:  # not where a hook before `enter` has failed
+            entered.pop().__exit__(None, None, None)
+
+    return [root.register_forward_pre_hook(enter), root.register_forward_hook(leave, always_call=True)]
+
+
 @contextmanager
-def inputs_cast(root: nn.Module, precision: str) -> Iterator[None]:
-    """Cast inputs within."""
-    handles = cast_inputs(root, precision)
+def precision_hooks(root: nn.Module, precision: str, device_type: str) -> Iterator[None]:
+    """Have a model compute in a precision within, on a type of device."""
+    handles = cast_inputs(root, precision) + autocast_forwards(root, precision, device_type)
     try:
         yield
     finally:

@@ -399,7 +399,7 @@ class ModelGraph:
     name: str
     """As the user named it on the command line."""
     precision: str
-    """Compute dtype of the trace: `fp32` or `bf16`."""
+    """That of `profiler.mixed_precision` which was traced: `fp32`, `bf16`, `amp-bf16` or `amp-fp16`."""
     sequence_length: int
     """Tokens per sample (1 where the model has no sequence)."""
     operators: tuple[Operator, ...]

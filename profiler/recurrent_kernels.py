@@ -68,6 +68,14 @@ def with_workspace(args: Sequence[Any], out: Sequence[Tensor]) -> tuple[Tensor, 
     return (*outputs, workspace)
 
 
+def in_fp32(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return a layer's gradients in fp32, as its kernel makes them: before torch 2.13 those without data are not."""
+    return tuple(
+        one if one is None or one.dtype == torch.float32 else torch.empty_like(one, dtype=torch.float32)
+        for one in gradients
+    )
+
+
 @cache
 def workspace_bytes(steps: int, samples: int, inputs: int, width: int, dtype: torch.dtype) -> int:
     """Return the bytes of a layer's workspace, or a little more: a line in the samples."""

@@ -26,7 +26,7 @@ from profiler.alias_outputs import return_no_views, wrappable
 from profiler.computed_attributes import forget_computed
 from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
-from profiler.mixed_precision import cast_inputs
+from profiler.mixed_precision import autocast_forwards, cast_inputs
 from profiler.opaque_parameters import is_wrapper
 from profiler.plain_attributes import Replaced, plain_attributes, replaced
 from profiler.reentrant_checkpoints import run_reentrant_as_others
@@ -101,6 +101,7 @@ def apply_schedule(
     cast_inputs(model, schedule.precision)
     for split in schedule.splits:  # it owns no parameters itself: else each slice would cast its part
         cast_inputs(model.get_submodule(split.module), schedule.precision)
+    autocast_forwards(model, schedule.precision, device.type)
     if not schedule.by_ddp:
         follow_changed_inputs(dict.fromkeys(units))
     sharded.autocast.follow(dict.fromkeys(units), device.type)

@@ -81,7 +81,7 @@ class Schedule:
     nodes: int
     ranks_per_node: int
     precision: str
-    """Compute dtype, `fp32` or `bf16`."""
+    """That of `profiler.mixed_precision`: `fp32`, `bf16`, `amp-bf16` or `amp-fp16`."""
     accumulation: int
     """Micro-batches per step."""
     units: tuple[ScheduledUnit, ...]

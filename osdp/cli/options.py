@@ -24,7 +24,8 @@ IMBALANCE_HELP = (
     "text file with the length of one sample per line, whose longest has --seq tokens. Default: not at all."
 )
 PRECISION_HELP = (
-    "bf16: mixed precision, parameters compute in bf16. fp32: none, they compute in the dtype that they have."
+    "bf16: mixed precision, parameters compute in bf16. fp32: none, they compute in the dtype that they have. "
+    "amp-bf16, amp-fp16: the forward runs under torch.autocast."
 )
 MASTER_WEIGHTS_HELP = (
     "fp32: trained parameters of fewer bits, such as those of a bf16 checkpoint, and their optimizer states are kept "

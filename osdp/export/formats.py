@@ -11,6 +11,7 @@ from osdp.export.torchtitan import torchtitan_config
 from osdp.export.transformers import transformers_config
 from planner.analysis.explain import OpenPlan
 from profiler.errors import OsdpError
+from profiler.mixed_precision import AUTOCAST_DTYPE
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,7 @@ def check_format(name: str) -> None:
 def exported(view: OpenPlan, name: str, *, nearest: bool) -> Exported:
     """Return a plan in a format. Raises OsdpError for what the format cannot do, unless `nearest`."""
     check_format(name)
+    if (precision := view.plan.model.precision) in AUTOCAST_DTYPE:
+        what, advice = "a plan whose forwards run under autocast is not exported", "plan with --precision bf16, or fp32"
+        raise OsdpError(what, got=precision, expected="bf16 or fp32", advice=advice)
     return FORMATS[name](view, nearest)

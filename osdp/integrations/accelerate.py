@@ -58,10 +58,12 @@ class OsdpAccelerator(Accelerator):
             what = "accelerate cannot compile a model that OSDP has sharded"
             advice = 'OSDP(model, ..., compile_backend="inductor") compiles blocks'
             raise OsdpError(what, got=compiler.value, expected="no dynamo_backend", advice=advice)
-        if self.mixed_precision not in ("no", precision):
+        if self.mixed_precision not in ("no", precision.removeprefix("amp-")):
             what = "accelerate is asked for another precision than the plan's"
-            advice = 'plan for it: OSDP(model, {"precision": "bf16"}) computes in bf16, and needs nothing of accelerate'
-            expected = "no, or bf16" if precision == "bf16" else f"no: the plan computes in {precision}"
+            advice = (
+                'plan for it: OSDP(model, {"precision": "amp-bf16"}) runs forwards under autocast, as accelerate does'
+            )
+            expected = "no" if precision == "fp32" else f"no, or {precision.removeprefix('amp-')}"
             raise OsdpError(what, got=self.mixed_precision, expected=expected, advice=advice)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

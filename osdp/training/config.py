@@ -23,7 +23,7 @@ CHOICES = {
     "task": ("addition", "bytes", "sentences"),
     "optimizer": ("adam", "adamw", "sgd"),
     "schedule": ("constant", "cosine"),
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "amp-bf16"),
     "master_weights": (None, "fp32"),
     "fsdp_type": ("OSDP", "FSDP", "DDP"),
     "fsdp_args": (None, *SETTINGS),

@@ -91,12 +91,12 @@ def is_plain(strategies: Iterable[Strategy]) -> bool:
 def why_not_copies(graph: ModelGraph, precision: str) -> str:
     """Return why DistributedDataParallel cannot run a model that every device has a copy of; empty if it can.
 
-    Parameters that were frozen when it began it would never reduce.  In bf16, torch offers autocast, which computes
-    norms and losses in fp32, and a private `_MixedPrecision`, which adds up the gradients of micro-batches in bf16:
-    neither gives what units of FSDP2, or one process under the same policy, give.
+    Parameters that were frozen when it began it would never reduce.  In bf16, but for autocast, which computes norms
+    and losses in fp32, torch offers a private `_MixedPrecision`, which adds up the gradients of micro-batches in bf16:
+    that is not what units of FSDP2, or one process under the same policy, give.
     """
     parameters = [parameter for operator in graph.operators for parameter in operator.parameters]
-    if precision != "fp32":
+    if precision == "bf16":
         return (
             f"DistributedDataParallel has no mixed precision that computes in {precision} what units of FSDP2 compute"
         )

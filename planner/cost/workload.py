@@ -58,11 +58,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         optimizer_of(self.optimizer_name)  # raises for an unknown one
-        rates = self.cluster.device.matmul_flops_per_s
-        if self.precision not in rates:
-            what = f"{self.cluster.device.name} has no matmul rate for this precision"
+        device = self.cluster.device
+        if not device.rate_name(self.precision):
+            what = f"{device.name} has no matmul rate for this precision"
             advice = "another --precision, or another --cluster"
-            raise OsdpError(what, got=self.precision, expected=", ".join(rates), advice=advice)
+            raise OsdpError(what, got=self.precision, expected=", ".join(device.matmul_flops_per_s), advice=advice)
 
     @classmethod
     def of(
@@ -171,7 +171,7 @@ class Workload:
         """
         device, batch = self.cluster.device, self.micro_batch
         rates = device.matmul_flops_per_s
-        known = precision if precision in rates else device.rate_name(precision) or self.precision
+        known = precision if precision in rates else device.rate_name(precision) or device.rate_name(self.precision)
         rate = rates[known].value * device.efficiency(known).value
         bandwidth = device.memory_bytes_per_s.value
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)

@@ -42,6 +42,7 @@ class Device:
 
         Tensor cores that know bf16 are as fast in fp16 (NVIDIA's datasheets of A100, H100 and RTX 4090).
         """
+        precision = precision.removeprefix("amp-")  # with `torch.autocast`
         names = {"fp16": ("fp16", "bf16")}.get(precision, (precision,))
         return next((name for name in names if name in self.matmul_flops_per_s), "")
 

@@ -9,7 +9,7 @@ from profiler.cluster.measurements import Measured
 from profiler.yaml_files import Problem, read_yaml
 
 DEVICE_TYPES = ("cuda", "cpu")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def read_cluster(path: Path) -> Cluster:

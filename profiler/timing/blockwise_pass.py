@@ -183,7 +183,8 @@ class _Run:
         self._done |= nodes.keys()
         self.in_backward = True
         self.watch.switch(_Label("backward", max(last)))
-        torch.autograd.backward(roots, gradients, inputs=leaves)
+        with torch.autocast(roots[0].device.type, enabled=False):  # a loop runs it after the forward
+            torch.autograd.backward(roots, gradients, inputs=leaves)
         self.watch.switch(None)
         self.in_backward = False
         for leaf in leaves:

@@ -6,7 +6,7 @@ parameter over storage that all modules of the same class with the same shapes h
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
-from profiler.mixed_precision import cast_inputs, resting_dtypes
+from profiler.mixed_precision import precision_hooks, resting_dtypes
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.trace_errors import explained, explained_inputs
 
@@ -59,7 +59,9 @@ def shared_weights(
     named = dict(module.named_parameters())
     dtypes = resting_dtypes(module, precision, master_weights)
     storages = _Storages(device, {id(named[name]): dtype.compute for name, dtype in dtypes.items()})
-    buffers, casts = dict[int, Tensor](), cast_inputs(module, precision)
+    buffers = dict[int, Tensor]()
+    hooks = ExitStack()
+    hooks.enter_context(precision_hooks(module, precision, device.type))
     try:
         for owner, parameters, registered in before:
             for name, parameter in parameters.items():
@@ -73,8 +75,7 @@ def shared_weights(
                     owner._buffers[name] = buffers[id(buffer)]
         yield storages.made
     finally:
-        for hook in casts:
-            hook.remove()
+        hooks.close()
         for owner, parameters, registered in before:
             owner._parameters.clear()
             owner._parameters.update(parameters)

@@ -14,7 +14,7 @@ from profiler.autocast import Autocast
 from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
-from profiler.mixed_precision import RestingDtype, inputs_cast
+from profiler.mixed_precision import RestingDtype, precision_hooks
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import BEYOND, FOURTH, SINGLE, SIZES
@@ -121,7 +121,7 @@ def run_sizes(
     )
 
 
-_OWN_HOOKS = (inputs_cast.__module__, ContainersHanded.__module__, Autocast.__module__)
+_OWN_HOOKS = (precision_hooks.__module__, ContainersHanded.__module__, Autocast.__module__)
 
 Recomputed = dict[Recompute, dict[int, Pass]]
 """Passes by what of every block is recomputed, and by micro-batch."""

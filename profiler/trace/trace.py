@@ -26,7 +26,7 @@ from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.handed_containers import ContainersHanded
 from profiler.linear_layers import whole_linears
-from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, inputs_cast, resting_dtypes
+from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, precision_hooks, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
 from profiler.parameter_memory import shared_memory
@@ -58,12 +58,11 @@ def trace_model(
 ) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
-    `precision` (`fp32`, `bf16`) is that of `profiler.mixed_precision`, as is `master_weights` (`fp32`, or empty).
-    `device_type` (`cpu`, `cuda`) is the type of the device whose attention and dropout kernels are
-    assumed.  `micro_batch` is the only one that is of interest, if it is fixed: where costs step with
-    it, they are measured there.  `expert_imbalance` is the largest load over the mean of what a router
-    chooses from (`profiler.trace.data_dependent`).  Raises OsdpError for a model that cannot be traced,
-    naming module and op.
+    `precision` (`fp32`, `bf16`, `amp-bf16`, `amp-fp16`) is that of `profiler.mixed_precision`, as is
+    `master_weights` (`fp32`, or empty).  `device_type` (`cpu`, `cuda`) is the type of the device whose attention and
+    dropout kernels are assumed.  `micro_batch` is the only one that is of interest, if it is fixed: where costs step
+    with it, they are measured there.  `expert_imbalance` is the largest load over the mean of what a router chooses
+    from (`profiler.trace.data_dependent`).  Raises OsdpError for a model that cannot be traced, naming module and op.
     """
     asked = (
         ("precision", precision, COMPUTE_DTYPE),
@@ -154,7 +153,7 @@ def _traced(
         containers = ContainersHanded(wrapped if COMPUTE_DTYPE[precision] else ())
         alias_others = until_traced.enter_context(outputs_aliased(module))
         autocast.forget_before(partial(_units, module, found))
-        for hooks in (inputs_cast(module, precision), containers.surrounding()):
+        for hooks in (precision_hooks(module, precision, settings.device_type), containers.surrounding()):
             until_traced.enter_context(hooks)
         with unregistered_reads(module) as read, mode, reentrant_as_others(), handed_are_read():
             run = run_sizes(module, source, found, rested, device, sizes, computed, alias_others)
@@ -164,9 +163,11 @@ def _traced(
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
     passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
-    if whole_kinds:
-        known = (replace(one, kind=whole_kinds.get(one.modules[0], one.kind)) for one in graph.operators)
-        graph = replace(graph, operators=tuple(known))
+    if whole_kinds or autocast.asked:
+        # Of the copies that autocast makes of a layer in slices nothing is known: it is not cut.
+        kinds = {"Linear": "Linear under autocast"} if autocast.asked else {}
+        known = ((one, whole_kinds.get(one.modules[0], kinds.get(one.kind, one.kind))) for one in graph.operators)
+        graph = replace(graph, operators=tuple(replace(one, kind=kind) for one, kind in known))
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(run.written)
     elsewhere = (*shared, *(f"`{name}` is read through the attribute `{where}`" for name, where in read.items()))

@@ -31,10 +31,12 @@ class Inside(Blocks):
             return super().forward(x)
 
 
-def each_forward(losses: Iterator[Callable[[], Tensor]]) -> None:
+def each_forward(
+    losses: Iterator[Callable[[], Tensor]], context: Callable[[], AbstractContextManager[Any]] = autocast
+) -> None:
     """As PyTorch's documentation has it."""
     for loss_of in losses:
-        with autocast():
+        with context():
             loss = loss_of()
         loss.backward()
 
@@ -101,6 +103,30 @@ def compare(rank: int) -> list[str]:
     return wrong
 
 
+def compare_planned(rank: int) -> list[str]:
+    """Return what is trained otherwise than in one process where the plan has autocast and the loop has none."""
+    from osdp import OSDP
+
+    wrong = []
+    for number, (precision, dtype) in enumerate((("amp-bf16", torch.bfloat16), ("amp-fp16", torch.float16))):
+        alone, entered = seeded(build), partial(torch.autocast, "cpu", dtype)
+        train(partial(each_forward, context=entered), alone, [0, 1])
+        wanted, start = alone.state_dict(), seeded(build).state_dict()
+        for strategy in dict.fromkeys(["shard", "replicate", *some(STRATEGIES, 6, number + 2)]):
+            plan = plan_of(
+                build(), strategy, accumulation=2, recomputed=("blocks.1",), ranks=(1, 2), precision=precision
+            )
+            model = OSDP(seeded(build), plan)
+            train(by_the_model, model, [rank])
+            with torch.no_grad():
+                wrong += [strategy] if torch.is_autocast_enabled("cpu") else []
+            for name, found in model.full_state_dict(rank0_only=False).items():
+                moved = max(1e-2, float((wanted[name] - start[name]).abs().max()))
+                far = (found - wanted[name]).abs().max() > 2e-3 * moved
+                wrong += [f"{precision}, {strategy}: {name}"] if far else []
+    return wrong
+
+
 def refuse(rank: int) -> list[str]:
     """Return what is said where a plan leaves less than the copies take, and just as much."""
     from osdp import OSDP
@@ -126,6 +152,10 @@ def _said(model: Any, rank: int, context: Callable[[], AbstractContextManager[An
 def test_they_train_as_in_one_process() -> None:
     """Micro-batches that shared copies of weights lost gradients once, under `shard` and `odc`."""
     assert run_ranks(compare, 2) == [[], []]
+
+
+def test_plans_that_have_it_train_as_in_one_process() -> None:
+    assert run_ranks(compare_planned, 2) == [[], []]
 
 
 def test_copies_without_room_are_refused() -> None:

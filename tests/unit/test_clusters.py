@@ -212,7 +212,7 @@ def changed(tmp_path: Path, pattern: str, replacement: str) -> str:
     [
         ("kind: cuda", "kind: gpu", "device.kind", "one of cuda, cpu"),
         ("value: 312.0e", "value: -312.0e", "device.matmul_flops_per_s.bf16", "must be finite and not negative"),
-        ("bf16:", "fp16:", "device.matmul_flops_per_s.fp16", "one of fp32, bf16"),
+        ("bf16:", "fp8:", "device.matmul_flops_per_s.fp8", "one of fp32, bf16, fp16"),
         ("fp32:", "tf32:", "device.matmul_flops_per_s.fp32", "is missing"),
         ("value: 0.85", "value: 85", "device.matmul_efficiency.value", "more than 0 and at most 1"),
         ("value: 0.85", "value: 0", "device.matmul_efficiency.value", "more than 0 and at most 1"),
@@ -253,3 +253,18 @@ def test_damaged_files_raise_nothing_else(tmp_path_factory: pytest.TempPathFacto
     path.write_text("\n".join(lines), "utf-8", "replace")
     with suppress(OsdpError):
         assert isinstance(read_cluster(path), Cluster)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "rate"),
+    [
+        ("titan-rtx-8", "amp-fp16", "fp16"),
+        ("titan-rtx-8", "amp-bf16", ""),
+        ("h100-8", "amp-fp16", "bf16"),
+        ("h100-8", "amp-bf16", "bf16"),
+        ("h100-8", "fp16", "bf16"),
+        ("h100-8", "fp32", "fp32"),
+    ],
+)
+def test_products_under_autocast_are_priced_at_the_rate_of_their_dtype(name: str, precision: str, rate: str) -> None:
+    assert load_cluster(name).device.rate_name(precision) == rate

@@ -18,7 +18,7 @@ from command_line import Cli
 from parity import Case, cluster_of, graph_of
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from osdp.export.formats import exported
+from osdp.export.formats import FORMATS, exported
 from planner.analysis.explain import OpenPlan, open_plan
 from profiler.errors import OsdpError
 
@@ -218,3 +218,11 @@ def test_the_nearest_needs_no_more_than_the_limit_if_one_of_them_does(default: s
     assert f"owner -> {nearest} ({last})" in said
     tight = replace(view, plan=replace(view.plan, limit_bytes=1))
     assert "does NOT fit" in exported(tight, "torchtitan", nearest=True).text
+
+
+def test_plans_with_autocast_are_refused(cli: Cli) -> None:
+    cli.done("plan", "--model", "gpt2-tiny", "--cluster", "h100-8", "--precision", "amp-bf16", "-o", "plan.yaml")
+    for name in FORMATS:
+        done = cli("export", "plan.yaml", "--to", name)
+        assert (done.status, done.out) == (2, "")
+        assert "under autocast is not exported" in done.err

@@ -83,14 +83,15 @@ def _wanted(
     from osdp.training.devices import chosen_device
     from osdp.zoo import load_model
     from profiler.errors import OsdpError
+    from profiler.mixed_precision import COMPUTE_DTYPE
 
     sizes = [part.strip() for part in batch.split(",")]
     digits = len(str(MOST_SAMPLES))
     if not all(size.isdecimal() and len(size) <= digits and 0 < int(size) <= MOST_SAMPLES for size in sizes):
         expected = f"whole numbers from 1 to {MOST_SAMPLES:,}, such as 1,2,4"
         raise OsdpError("--batch takes micro-batch sizes", got=batch[:80], expected=expected)
-    if precision not in ("fp32", "bf16"):
-        raise OsdpError("unknown --precision", got=precision, expected="fp32 or bf16")
+    if precision not in COMPUTE_DTYPE:
+        raise OsdpError("unknown --precision", got=precision, expected=" or ".join(COMPUTE_DTYPE))
     if device not in ("auto", "cpu", "cuda"):
         raise OsdpError("unknown --device", got=device, expected="cpu, cuda or auto")
     chosen = chosen_device(device)

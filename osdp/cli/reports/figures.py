@@ -88,8 +88,9 @@ def rates(cluster: Cluster, precision: str) -> str:
     def sourced(text: str, figure: Figure) -> str:
         return f"{text} ({source_kind(figure.source)})"
 
-    peak, efficiency = device.matmul_flops_per_s[precision], device.efficiency(precision)
-    matmul = sourced(f"{precision} {format_rate(peak.value, 'FLOP/s')}", peak)
+    name = device.rate_name(precision)
+    peak, efficiency = device.matmul_flops_per_s[name], device.efficiency(name)
+    matmul = sourced(f"{name} {format_rate(peak.value, 'FLOP/s')}", peak)
     parts = [
         matmul + sourced(f" at {efficiency.value:.0%}", efficiency),
         sourced(f"memory {format_rate(device.memory_bytes_per_s.value, 'B/s')}", device.memory_bytes_per_s),
