@@ -8,7 +8,7 @@ micro-batch and not three times.
 A forward that runs again must do what it did, and leave nothing behind.  So lists that it is handed are what they were
 (`profiler.rerun_arguments`); buffers that it changes (statistics of BatchNorm, vectors of spectral norms) have again
 the values that they had before it, and keep those that it gave them, as do plain attributes
-(`runtime.strategies.remembered_attributes`); and in the first step its matrix products, and how large they are, are
+(`profiler.remembered_attributes`); and in the first step its matrix products, and how large they are, are
 compared: a block that remembers something else is refused.
 
 Recomputed selectively, a block keeps what its matrix products and attention return, and takes it up again instead of
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from profiler.early_stops import is_early_stop
 from profiler.errors import OsdpError
+from profiler.remembered_attributes import RememberedAttributes
 from profiler.rerun_arguments import Forward, handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept, is_product
 from runtime.autograd_compat import is_vmapped
@@ -35,7 +36,6 @@ from runtime.odc.dry_run_windows import is_dry_run
 from runtime.parameter_places import ParameterSite
 from runtime.sharded_model import ShardedModel
 from runtime.strategies.offloaded_input import Offloading
-from runtime.strategies.remembered_attributes import RememberedAttributes
 from runtime.torch_compat import is_fake
 
 Buffers = dict[ParameterSite, Tensor]

@@ -47,6 +47,7 @@ SHARED = frozenset(
         "opaque_parameters",
         "plain_attributes",
         "reentrant_checkpoints",
+        "remembered_attributes",
         "rerun_arguments",
         "selective_recomputation",
     )
