@@ -383,13 +383,14 @@ class Ledger:
         if tensor.untyped_storage()._cdata not in self.live:
             self._allocate(tensor.untyped_storage(), NOBODY)
 
-    def hold(self, kept: Iterable[LiveStorage]) -> None:
-        """Count what an earlier step left, as a cache does, as live until it dies."""
+    def hold(self, kept: Iterable[LiveStorage], *, of_this_size: bool = False) -> None:
+        """Count what an earlier step left, as a cache does, as live until it dies; `of_this_size` for sure, or not."""
         for one in kept:
             storage = one()
             if storage is not None and storage._cdata not in self.resident and storage._cdata not in self.live:
                 self._allocate(storage, NOBODY)
                 self._held.add(storage._cdata)
+                self.live[storage._cdata].is_read = of_this_size
 
     def use(self, storages: Sequence[LiveStorage]) -> None:
         """Note that the current call reads the storages."""

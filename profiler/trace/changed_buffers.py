@@ -1,12 +1,14 @@
-"""Buffers that a block's forward changes, and a forward that runs again with them as they were."""
+"""What a block's forward changes, and a forward that runs again with them as they were."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from profiler.early_stops import is_early_stop
+from profiler.remembered_attributes import RememberedAttributes
 
 BufferSite = tuple[nn.Module, str]
 """A module, and the name of a buffer of its own."""
@@ -22,17 +24,44 @@ def buffer_states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int
     }
 
 
-class WithBuffers(AbstractContextManager[None, bool]):
-    """Surrounds a block's forward that runs again, with its buffers as they were; lives as long as its graph."""
+@dataclass(frozen=True)
+class KnownChanges:
+    """What earlier passes have seen forwards change."""
 
-    def __init__(self, around: AbstractContextManager[None], copies: Mapping[BufferSite, Tensor]) -> None:
-        self.around, self.copies, self.stack = around, copies, ExitStack()
+    buffers: Mapping[str, Sequence[BufferSite]] = field(default_factory=dict)
+    """By path of a block."""
+    attributes: bool = False
+    """Whether any plain attribute is changed."""
+
+
+NO_CHANGES = KnownChanges()
+
+
+class AsBefore(AbstractContextManager[None, bool]):
+    """Surrounds a block's forward that runs again, with what it changes as it was; lives as long as its graph."""
+
+    def __init__(self, around: AbstractContextManager[None], known: KnownChanges, root: nn.Module, path: str) -> None:
+        self.around, self.stack = around, ExitStack()
+        self.copies = {site: site[0].get_buffer(site[1]).clone() for site in known.buffers.get(path, ())}
+        self._attributes = RememberedAttributes(root.get_submodule(path)) if known.attributes else None
+
+    def end_first(self) -> None:
+        """Note what the forward has changed as it ran first."""
+        if self._attributes is not None:
+            self._attributes.end()
+
+    def settings(self, first: AbstractContextManager[None]) -> dict[str, Any]:
+        """Return arguments of `checkpoint`, with what is around the forward as it runs `first`."""
+        made = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        return {**made, "context_fn": lambda: (first, self)}
 
     def __enter__(self) -> None:
         self.stack.enter_context(self.around)
         for (module, name), old in self.copies.items():
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
+        if self._attributes is not None:
+            self.stack.enter_context(self._attributes.restored())
 
     def __exit__(self, *error: Any) -> bool:
         self.stack.__exit__(*error)

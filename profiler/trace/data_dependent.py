@@ -87,6 +87,8 @@ class DataDependent:
         self._drew = False
         self.decides_by_draws = False
         """Whether a forward has drawn, and then read numbers of tensors that are known."""
+        self.reads_known = False
+        """Whether any forward has read such numbers."""
         self.is_building = False
         """Whether the model is being built: constructors may compare weights, of which no trace knows the values."""
 
@@ -141,6 +143,7 @@ class DataDependent:
     def note_read(self) -> None:
         """Note that known values are read into Python, where they may decide something."""
         self.decides_by_draws |= self._drew
+        self.reads_known = True
 
     def choose(self, indices: Tensor, options: int, dim: int | None = None) -> None:
         """Assume what `indices` holds: along `dim`, the choices of a row among so many options; None: a choice each."""

@@ -121,5 +121,6 @@ def _state(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     if type(value) in _CONTAINERS:  # others may do anything when they are looked into
-        return len(value), *(item for item in itertools.islice(value, 100) if isinstance(item, PLAIN))
+        items = value if value.__class__ is not dict else (*value, *value.values())
+        return len(value), *(item for item in itertools.islice(items, 100) if isinstance(item, PLAIN))
     return repr(value) if isinstance(value, itertools.count) else None

@@ -6,7 +6,8 @@ import gc
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from profiler.model_graph import Recompute
 from profiler.model_source import Inputs, ModelSource
 from profiler.nested_tensors import tensors_in
 from profiler.trace.call_records import CallRecord, Execution
-from profiler.trace.changed_buffers import BufferSite
+from profiler.trace.changed_buffers import NO_CHANGES, BufferSite, KnownChanges
 from profiler.trace.compiler_import import without_compiler
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
@@ -30,6 +31,20 @@ from profiler.trace.trace_errors import explain_trace
 
 class NoGradientError(OsdpError):
     """The loss depends on nothing that is trained."""
+
+
+class Live(NamedTuple):
+    """How much is live in a pass."""
+
+    peak_bytes: int
+    all_bytes: int
+    """The sum of what is live at all events."""
+
+    def is_more_than(self, other: Live) -> bool:
+        """Return whether it is more at the peak, or as much there and not less at all events together."""
+        if abs(self.peak_bytes - other.peak_bytes) > 0.002 * other.peak_bytes:
+            return self.peak_bytes > other.peak_bytes
+        return self.all_bytes >= other.all_bytes
 
 
 @dataclass(slots=True)
@@ -73,6 +88,17 @@ class Pass:
     def sums(self) -> list[int]:
         """For each call, the sum of all that is measured of it: on a line in the micro-batch if all of that is."""
         return [call.saved.bytes + call.output + call.forward.sum + call.backward.sum for call in self.calls]
+
+    @property
+    def live(self) -> Live:
+        """What is live, which tells steps that take more from others."""
+        before = [*accumulate((call.saved.bytes for call in self.calls), initial=self.left.bytes)]
+        events = [
+            base + event
+            for base, call in zip(before, self.calls, strict=False)
+            for event in (*call.forward.events, *call.backward.events)
+        ]
+        return Live(max(events, default=0), sum(events) + before[-1])
 
 
 @contextmanager
@@ -121,10 +147,12 @@ class PassOptions:
     """Executions of the same pass with blocks bounded: then they have no boundary here, and gradients of what they are
     handed leave them one by one.
     """
-    changed: Mapping[str, Sequence[BufferSite]] = field(default_factory=dict)
-    """By block: buffers that its forward changes, of which it holds copies if it is recomputed."""
+    changed: KnownChanges = NO_CHANGES
+    """What forwards change, of which blocks hold copies if they are recomputed."""
     left: Sequence[LiveStorage] = ()
     """What earlier steps have left, which is live until the model lets go of it."""
+    follows: bool = False
+    """Whether the last of them was of this micro-batch."""
     outlives: Charge | None = None
     """What outlives the step in the same pass of another kind (`Pass.left`)."""
     computed: Sequence[ComputedAttribute] = ()
@@ -162,7 +190,7 @@ def run_pass(
     )
     for _ in map(meter.ledger.adopt, tensors_in(fed)):  # no name here holds one on
         pass
-    meter.ledger.hold(options.left)
+    meter.ledger.hold(options.left, of_this_size=options.follows)
     try:
         summed = _run_step(module, fed, device, meter, options)
     except (OsdpError, UnlikeError) as error:

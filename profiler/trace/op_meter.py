@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.trace.activation_ledger import Ledger, needs_gradient
 from profiler.trace.autograd_order import is_checkpointed, next_number, running_number
 from profiler.trace.call_records import Execution
-from profiler.trace.changed_buffers import BufferSite, WithBuffers, buffer_states
+from profiler.trace.changed_buffers import NO_CHANGES, AsBefore, BufferSite, KnownChanges, buffer_states
 from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.elementwise import Layout
 from profiler.trace.find_operators import Group, modules_around
@@ -80,7 +79,7 @@ class Meter(UncompiledMode):
         stand_ins: StandIns = NO_STAND_INS,
         repeated: Container[str] = (),
         bounded: Sequence[Execution] = (),
-        changed: Mapping[str, Sequence[BufferSite]] = MappingProxyType({}),
+        changed: KnownChanges = NO_CHANGES,
         told_apart: frozenset[int] = _NONE,
         rerun: Container[str] = (),
     ) -> None:
@@ -89,7 +88,7 @@ class Meter(UncompiledMode):
         On the meta device outputs of known layout are made without running the op.
         Backward recomputes every block as `recompute` says.  Of some executions of blocks, only `stand_ins` run.
         Blocks in `repeated` run several times: they are no units and have no boundary, nor has any if their executions
-        have been seen `bounded`.  Recomputed ones hold copies of the buffers that they have `changed`.  Calls say which
+        have been seen `bounded`.  Recomputed ones have again what they have `changed` as it was.  Calls say which
         parameters they read of those whose storages have the keys `told_apart`.  Blocks that the model itself runs
         again in its backward (`rerun`) are not recomputed.
         """
@@ -251,9 +250,7 @@ class Meter(UncompiledMode):
     def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, to be run again in backward as the runtime does."""
         kept = KeptOutputs() if self._recompute is Recompute.SELECTIVE else None
-        copies = {site: site[0].get_buffer(site[1]).clone() for site in self._known_changes.get(execution.path, ())}
-        contexts: Any = self._keeping(kept), WithBuffers(self._running_again(execution, kept), copies)
-        settings: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        again = AsBefore(self._running_again(execution, kept), self._known_changes, self._module, execution.path)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_entering_checkpoint = False
@@ -263,9 +260,10 @@ class Meter(UncompiledMode):
         self._is_entering_checkpoint = True
         try:
             with set_checkpoint_early_stop(execution.path not in self._repeated):  # the runtime stops units early
-                return checkpoint(run, *args, context_fn=lambda: contexts, **settings, **kwargs)
+                return checkpoint(run, *args, **again.settings(self._keeping(kept)), **kwargs)
         finally:
             self._is_entering_checkpoint = False
+            again.end_first()
 
     def _saving_nothing(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward that no backward will follow."""

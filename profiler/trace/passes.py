@@ -18,16 +18,17 @@ from profiler.mixed_precision import RestingDtype, precision_hooks
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import BEYOND, FOURTH, SINGLE, SIZES
-from profiler.trace.changed_buffers import BufferSite
+from profiler.trace.changed_buffers import NO_CHANGES, KnownChanges
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
 from profiler.trace.live_storage import LiveStorage
-from profiler.trace.metered_pass import NoGradientError, Pass, PassOptions, run_pass, trains
+from profiler.trace.metered_pass import Live, NoGradientError, Pass, PassOptions, run_pass, trains
 from profiler.trace.op_meter import Memo
 from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.resting_reads import reads_as_on_ranks
+from profiler.trace.step_counters import DISTANT, FOLLOWING, Counters, counters_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
 from profiler.trace.unlike_passes import check_beyond, is_single_on_line
 from profiler.trace.waiting_gradients import told_apart
@@ -214,8 +215,7 @@ class _Runner:
         self._replay: Replay | None = None
         self._repeated = frozenset[str]()
         """Blocks that run several times."""
-        self._changed: Mapping[str, Sequence[BufferSite]] = {}
-        """By block: its buffers that its forward changes."""
+        self._changed = NO_CHANGES
         self.rerun: Collection[str] = ()
         """Paths of the blocks that the model itself runs again in its backward."""
         self.partly: Collection[str] = ()
@@ -224,11 +224,16 @@ class _Runner:
         """Keys of storages of parameters of which passes record which calls read them."""
         self._left: Sequence[LiveStorage] = ()
         """What the last pass left, as caches do."""
+        self._begins_at: Sequence[Counters] = ()
+        """What counters of steps are before every pass, and before those that it is to follow; none: what the pass
+        before has left.
+        """
+        self._start: Counters | None = None
+        """The one before the next pass."""
 
     def run_first(self, size: int, *, can_be_finer: bool) -> Pass:
         """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
-        before = state_of(self._module)
-        merged = False
+        before, merged = state_of(self._module), False
         try:
             found = trial = self._run(size)
         except OsdpError:
@@ -240,18 +245,20 @@ class _Runner:
         if can_be_finer and self._device.data.finer > 1:
             self.finer = self._device.data.finer
             found = trial = self._run(size)
+        is_as_before = before[0] == state_of(self._module)[0]
+        if (not is_as_before or self._device.data.reads_known) and (heaviest := self._heaviest_step(size)) is not None:
+            found = trial = heaviest
         is_as_found = not (self._merge(trial) or merged)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
-        is_as_before = trial.leaves_nothing and before[0] == state_of(self._module)[0]  # no cache has been filled
-        if repeated or not (is_as_before and is_as_found):
+        if repeated or not (is_as_before and trial.leaves_nothing and is_as_found):  # a cache may have been filled
             self._wrap([self._module.get_submodule(path) for group in self.groups for path in group.modules])
             self._repeated, before = repeated, state_of(self._module)
             found = self._run(size)
         if apart_keys := told_apart(self._module, self.groups, found.calls):
             self._told_apart = apart_keys
             found = self._run(size)
-        self._changed, again = found.changed, [*found.rerun]
+        self._changed, again = KnownChanges(found.changed, not is_as_before), [*found.rerun]
         self.rerun = [block for block in self.blocks if block in found.rerun]
         self.partly = [block for block in self.blocks if any(path.startswith(f"{block}.") for path in again)]
         self._leave_rerun(found)
@@ -260,6 +267,42 @@ class _Runner:
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
         return found
+
+    def _heaviest_step(self, size: int) -> Pass | None:
+        """Have all passes begin at the step that takes most, and return one; None if all steps are alike."""
+        data = self._device.data
+        before, _ = counters_of(self._module, data.values), self._run_once(size)
+        changed = before.changed(counters_of(self._module, data.values), was_read=data.reads_known)
+        if not changed:
+            return None
+        distant = [changed.at(step) for step in DISTANT]
+        kinds = dict[tuple[Live, int], Counters]()
+        for self._start in (*distant, changed, *[None] * (FOLLOWING - 1)):
+            start = self._start or counters_of(self._module, data.values).among(changed)
+            self._left = ()  # what other steps have left is not counted: only a step that makes it anew has it
+            with suppress(OsdpError):  # a counter may be an index, and no layer may get a gradient
+                tried = self._run_once(size)
+                kinds[tried.live, tried.left.bytes] = start
+        if len(kinds) <= 1:
+            changed.put(data.values)
+            return None
+        heaviest = self._heaviest(size, [(start,) for start in kinds.values()])
+        # A step that leaves alone what the heaviest has left may make as much as that shares with its activations.
+        followed = [(*heaviest, start) for start in kinds.values() if start is not heaviest[0]]
+        self._begins_at, self._left = self._heaviest(size, [heaviest, *followed]), ()
+        found = self._run(size)
+        data.note("the model does something else in some steps, told by how many it has run; the heaviest is assumed")
+        return found
+
+    def _heaviest(self, size: int, beginnings: Sequence[Sequence[Counters]]) -> Sequence[Counters]:
+        """Return with which of some beginnings passes take most, of equal ones the last."""
+        heaviest, most = beginnings[0], Live(0, 0)
+        for self._begins_at in beginnings:
+            self._left = ()
+            with suppress(OsdpError):
+                if (live := self._run(size).live).is_more_than(most):
+                    heaviest, most = self._begins_at, live
+        return heaviest
 
     def _merges_whatever_dtypes(self, size: int) -> bool:
         """Merge as `_merge` after a pass that failed, by one that finds all parameters in what they compute in.
@@ -380,14 +423,23 @@ class _Runner:
         """
         for _ in range(5):  # the first of all may leave frames that its imports hold, the second not
             before, ran_before = self._left, last_executed_optimized_graph()
-            found = self._run_once(size, kept, replay, how, bounded, alike=alike)
+            for start in self._begins_at or (None,):
+                self._start = start
+                found = self._run_once(size, kept, replay, how, bounded, alike=alike)
             as_before = sorted(one.bytes for one in found.kept) == sorted(one.bytes for one in before)
             if as_before and str(last_executed_optimized_graph()) == str(ran_before):
                 break
         return found
 
     def _run_once(
-        self, size: int, kept: Pass | None, replay: Replay | None, how: Recompute, bounded: Pass | None, *, alike: bool
+        self,
+        size: int,
+        kept: Pass | None = None,
+        replay: Replay | None = None,
+        how: Recompute = Recompute.NOTHING,
+        bounded: Pass | None = None,
+        *,
+        alike: bool = False,
     ) -> Pass:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
         device.data.begin(size / SIZES[0], alike=alike)
@@ -407,6 +459,7 @@ class _Runner:
             bounded=() if bounded is None else bounded.executions,
             changed=self._changed,
             left=self._left,
+            follows=len(self._begins_at) > 1 and self._start is self._begins_at[-1],
             outlives=next((one.left for one in (kept, bounded) if one is not None), None),
             computed=self._computed,
             told_apart=self._told_apart,
@@ -415,6 +468,8 @@ class _Runner:
             if self._reads_as_on_ranks
             else nullcontext(),
         )
+        if self._start is not None:
+            self._start.put(device.data.values)
         device.data.begin_forward(self._draws.at)
         with python_draws(self._draws) as drawn:
             found = run_pass(self._source, module, fed, device, options)

@@ -1,0 +1,120 @@
+"""Counters of steps that a model keeps, by which it does something else in every n-th step or from some step on.
+
+    self.step += 1
+    if self.step % 10 == 0: ...        # an average of weights, another bank of keys, new random features
+
+Passes of a trace are steps, so without more each would be another step than the one before, and only some of them those
+that take most.  Counters are what has changed after a pass:
+
+    numbers in attributes of modules, and in dicts there
+    tensors of one number with known values, if the pass read such a number into Python
+
+Where there are some, steps that follow each other are tried, and some that are multiples of most numbers; in all passes
+that follow the counters are what they were before the one that took most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.trace.known_values import KnownValues, has_data
+
+FOLLOWING = 12
+"""So many steps that follow each other are tried: what is done in every n-th of up to twelve is among them."""
+MULTIPLE = 2**7 * 3**2 * 5**3 * 7
+"""Divisible by most numbers that people take, as are 64, 100, 128, 500 and 1000; and later than most steps from which
+on something is done.
+"""
+DISTANT = (MULTIPLE - 1, MULTIPLE, MULTIPLE + 1)
+"""Counters from which a step begins that counts first, that counts last, and that waits for a remainder of 1."""
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+Place = tuple[int, str]
+"""Identity of a dict of attributes, and the name in it."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Where a model keeps numbers, and what they are before a step."""
+
+    numbers: dict[Place, tuple[dict[Any, Any], Any, int]]
+    """The dict that has one, its key there, and the number."""
+    tensors: dict[Place, tuple[dict[Any, Any], Any, Tensor]]
+    """The same of tensors, with a copy of what they hold."""
+
+    def changed(self, now: Counters, *, was_read: bool) -> Counters:
+        """Return those that are different `now`; tensors only if numbers of tensors were read into Python."""
+        numbers = {at: one for at, one in now.numbers.items() if at in self.numbers and self.numbers[at][2] != one[2]}
+        tensors = {
+            at: one
+            for at, one in (now.tensors if was_read else {}).items()
+            if at in self.tensors and not torch.equal(self.tensors[at][2], one[2])
+        }
+        return Counters(numbers, tensors)
+
+    def among(self, others: Counters) -> Counters:
+        """Return those that are among others."""
+        numbers = {at: one for at, one in self.numbers.items() if at in others.numbers}
+        return Counters(numbers, {at: one for at, one in self.tensors.items() if at in others.tensors})
+
+    def at(self, step: int) -> Counters:
+        """Return the same counters, all of which say that it is some step."""
+        numbers = {at: (attributes, name, step) for at, (attributes, name, _) in self.numbers.items()}
+        tensors = {
+            at: (attributes, name, torch.full_like(value, step))
+            for at, (attributes, name, value) in self.tensors.items()
+        }
+        return Counters(numbers, tensors)
+
+    def put(self, values: KnownValues) -> None:
+        """Let the model's counters be these."""
+        for attributes, name, number in self.numbers.values():
+            attributes[name] = number
+        for attributes, name, value in self.tensors.values():
+            if isinstance(held := attributes.get(name), Tensor) and held.shape == value.shape:
+                _hold(values, held, value)
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.tensors)
+
+
+def counters_of(root: nn.Module, values: KnownValues) -> Counters:
+    """Return all numbers that modules have, as they are now."""
+    numbers = dict[Place, tuple[dict[Any, Any], Any, int]]()
+    tensors = dict[Place, tuple[dict[Any, Any], Any, Tensor]]()
+    for attributes in _dicts(root):
+        for name, value in attributes.items():
+            place = id(attributes), str(name)
+            if type(value) is int:
+                numbers[place] = attributes, name, value
+            elif isinstance(value, Tensor) and (held := _number(value, values)) is not None:
+                tensors[place] = attributes, name, held
+    return Counters(numbers, tensors)
+
+
+def _dicts(root: nn.Module) -> Iterator[dict[Any, Any]]:
+    """Yield the dicts that have attributes of modules, buffers, parameters, and what is in plain dicts there."""
+    for module in root.modules():
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        if own:
+            yield vars(module)
+        yield from (value for value in own.values() if type(value) is dict)
+        yield from (held for held in (module._buffers, module._parameters) if held)
+
+
+def _number(tensor: Tensor, values: KnownValues) -> Tensor | None:
+    """Return the one number that a tensor holds, as a tensor with data; None if it holds others, or is trained."""
+    if tensor.requires_grad or tensor.numel() != 1 or tensor.dtype is torch.bool or has_data(tensor):
+        return None
+    known = values.read(tensor)
+    return None if known is None else known.clone()
+
+
+def _hold(values: KnownValues, tensor: Tensor, value: Tensor) -> None:
+    values.assume(tensor, ("counter", value.item()), lambda: value)
