@@ -14,10 +14,18 @@ BufferSite = tuple[nn.Module, str]
 """A module, and the name of a buffer of its own."""
 
 
-def buffer_states(block: nn.Module) -> dict[BufferSite, tuple[int, int, int, int]]:
-    """Return of each buffer which tensor and storage it is, how often it was changed, and its bytes."""
+def buffer_states(block: nn.Module, last: Mapping[int, int]) -> dict[BufferSite, tuple[int, int, int, int, int]]:
+    """Return of each buffer which tensor and storage it is, how often it was changed, its bytes, and the number of the
+    `last` write into its storage.
+    """
     return {
-        (module, name): (id(buffer), buffer.untyped_storage()._cdata, buffer._version, buffer.nbytes)
+        (module, name): (
+            id(buffer),
+            key := buffer.untyped_storage()._cdata,
+            buffer._version,
+            buffer.nbytes,
+            last.get(key, 0),
+        )
         for module in block.modules()
         if module._buffers  # few have any, and `named_buffers` takes long to find none
         for name, buffer in module.named_buffers(recurse=False)

@@ -201,8 +201,10 @@ def run_pass(
         raise explain_trace(source, _where(error, meter, options), error.__dict__.get("osdp_op"), error) from error
     finally:
         meter.finish()
-    computed = [tensor for _, tensor in values_of(options.computed)]
-    meter.ledger.finish(options.charges, computed, options.outlives)
+    apart = [tensor for _, tensor in values_of(options.computed)]
+    if meter.ledger.made():  # a buffer may be another tensor after each step, of as many bytes
+        apart += module.buffers()
+    meter.ledger.finish(options.charges, apart, options.outlives)
     return _record(meter, options.left, summed_outputs=summed)
 
 

@@ -278,9 +278,9 @@ class Meter(UncompiledMode):
     def _watching_buffers(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, and note which of its buffers it changes."""
         block = self._module.get_submodule(execution.path)
-        before = buffer_states(block)
+        before = buffer_states(block, self.written.last)
         output = inner(*args, **kwargs)
-        now = buffer_states(block) if before else {}
+        now = buffer_states(block, self.written.last) if before else {}
         sites = [site for site in before if before[site] != now.get(site) or before[site][1] in self._normalized]
         for site in sites:
             size = before[site][3]

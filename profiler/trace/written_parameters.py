@@ -1,4 +1,7 @@
-"""Which parameters a model changes itself: where they are sharded, it changes what is gathered, and that is lost."""
+"""Which parameters a model changes itself: where they are sharded, it changes what is gathered, and that is lost.
+
+Beside that, what else it writes into, also by way of `.data`, which no version counter shows.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ class WrittenParameters:
     def __init__(self, module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
         """`named` are the parameters of the module now."""
         self.names: dict[str, None] = {}
+        self.last: dict[int, int] = {}
+        """By key of a storage: the number of the last write into it."""
+        self._count = 0
         self._module = module
         self._names = {one.untyped_storage()._cdata: name for name, one in named.items()}
         """By key of the storage."""
@@ -27,8 +33,12 @@ class WrittenParameters:
         for one in arguments:
             if one.alias_info is not None and one.alias_info.is_write:
                 for written in tree_leaves(given.get(one.name)):
-                    if isinstance(written, Tensor) and (name := self._names.get(written.untyped_storage()._cdata)):
-                        self.names[name] = None
+                    if isinstance(written, Tensor):
+                        key = written.untyped_storage()._cdata
+                        self._count += 1
+                        self.last[key] = self._count
+                        if name := self._names.get(key):
+                            self.names[name] = None
 
     def end_forward(self) -> None:
         """Note the parameters that have other data than before."""
