@@ -131,7 +131,7 @@ class DataDependent:
     def begin_forward(self, draws_at: float | None) -> None:
         """Begin the forward of a pass, whose inputs are there.
 
-        `draws_at`: where in its range every single number is that it draws, from 0 to 1; None: spread evenly.
+        `draws_at`: where in its range all is that it draws in vectors, from 0 to 1; None: spread evenly.
         """
         self._draws_at, self._drew, self.decides_by_draws = draws_at, False, False
         self._questions.begin()
@@ -173,7 +173,7 @@ class DataDependent:
     def draw(self, tensor: Tensor, low: float = 0, high: float = 1) -> None:
         """Assume that a tensor's values are spread evenly from `low` to less than `high`."""
         shape = tuple(tensor.shape)
-        whole, at = not tensor.is_floating_point(), self._draws_at if tensor.numel() == 1 else None
+        whole, at = not tensor.is_floating_point(), self._draws_at if tensor.numel() == 1 or tensor.dim() == 1 else None
         key, even = self._draws.next(shape, low, high)
 
         def compute() -> Tensor:
@@ -302,7 +302,7 @@ def _rand(data: DataDependent, out: Tensor, *rest: Any, **options: Any) -> None:
 
 
 def _uniform(data: DataDependent, out: Tensor, x: Tensor, low: float = 0, high: float = 1, **options: Any) -> None:
-    if out.numel() == 1:  # to be read, as augmentations do
+    if out.numel() == 1 or (out.dim() == 1 and not data.is_building):  # to be read, as augmentations do
         data.draw(out, low, high)
 
 

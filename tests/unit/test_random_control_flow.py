@@ -32,6 +32,9 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "torch.randperm": lambda: torch.randperm(8).tolist()[3] < 4,
     "torch.rand": lambda: torch.rand([]) < KEPT,
     "torch.rand, item": lambda: torch.rand(1).item() < KEPT,
+    "torch.rand, one of several": lambda: torch.rand(8)[3] < KEPT,
+    "torch.rand, list": lambda: torch.rand(8).tolist()[3] < KEPT,
+    "uniform_, one of several": lambda: torch.zeros(8).uniform_(0, 1)[3] < KEPT,
     "torch.randint": lambda: torch.randint(0, 10, (1,)).item() < 10 * KEPT,
     "kept where high": lambda: random.random() > 1 - KEPT,
 }
