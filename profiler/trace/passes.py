@@ -354,7 +354,10 @@ class _Runner:
             self.may_skip = {paths[operator] for order in orders for operator in order if operator not in always}
             # In another order, too, ranks would gather others' layers.
             self.may_skip = self.may_skip or {paths[operator] for operator in orders[0]}
-        self._draws = max(found, key=lambda draws: len(found[draws].calls)) if self.may_skip else SAME
+        # What is no operator, as codebooks of residual quantizers, is left out without a trace but in what is live.
+        self._draws = max(found, key=lambda draws: (len(found[draws].calls), found[draws].live.all_bytes))
+        if not self.may_skip and found[self._draws].live == found[SAME].live:
+            self._draws = SAME
         return found[self._draws]
 
     def run(

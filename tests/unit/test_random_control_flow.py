@@ -198,3 +198,25 @@ def test_noise_decides_nothing() -> None:
             return (self.layer(x) * mask + random.random()).sum()
 
     assert trace_model(source_of(Noisy, "noisy", None, lambda n: torch.randn(n, 8))).left_out == ()
+
+
+def test_what_is_drawn_beside_layers_is_what_takes_most() -> None:
+    """How often something runs that has no parameters shows in no call: up to 17 % too low for quantizers."""
+
+    class Quantized(nn.Module):
+        def __init__(self, count: Callable[[], int]) -> None:
+            super().__init__()
+            self.layer, self.head, self.count = nn.Linear(8, 64), nn.Linear(64, 8), count
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            for _ in range(self.count()):
+                x = x * torch.tanh(x)
+            return self.head(x).sum()  # type: ignore[no-any-return]
+
+    def saved_bytes(count: Callable[[], int]) -> float:
+        own = source_of(lambda: Quantized(count), "quantized", None, lambda n: torch.randn(n, 8))
+        return sum(call.saved_bytes(4) for call in trace_model(own).calls)
+
+    assert saved_bytes(lambda: random.randrange(1, 4)) == saved_bytes(lambda: 3) > saved_bytes(lambda: 1)
+    assert saved_bytes(lambda: 1 + 2 * (random.random() < 0.1)) == saved_bytes(lambda: 3)
