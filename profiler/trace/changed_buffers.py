@@ -1,6 +1,6 @@
 """What a block's forward changes, and a forward that runs again with them as they were."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,8 +48,16 @@ NO_CHANGES = KnownChanges()
 class AsBefore(AbstractContextManager[None, bool]):
     """Surrounds a block's forward that runs again, with what it changes as it was; lives as long as its graph."""
 
-    def __init__(self, around: AbstractContextManager[None], known: KnownChanges, root: nn.Module, path: str) -> None:
-        self.around, self.stack = around, ExitStack()
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        around: AbstractContextManager[None],
+        known: KnownChanges,
+        root: nn.Module,
+        path: str,
+    ) -> None:
+        """`begin` is called before there are other tensors in the places of buffers, which are there `around` all."""
+        self.begin, self.around, self.stack = begin, around, ExitStack()
         self.copies = {site: site[0].get_buffer(site[1]).clone() for site in known.buffers.get(path, ())}
         self._attributes = RememberedAttributes(root.get_submodule(path)) if known.attributes else None
 
@@ -64,10 +72,11 @@ class AsBefore(AbstractContextManager[None, bool]):
         return {**made, "context_fn": lambda: (first, self)}
 
     def __enter__(self) -> None:
-        self.stack.enter_context(self.around)
+        self.begin()
         for (module, name), old in self.copies.items():
             self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
             module._buffers[name] = old.clone()
+        self.stack.enter_context(self.around)
         if self._attributes is not None:
             self.stack.enter_context(self._attributes.restored())
 

@@ -250,7 +250,8 @@ class Meter(UncompiledMode):
     def _checkpointed(self, inner: Callable[..., Any], execution: Execution, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward, to be run again in backward as the runtime does."""
         kept = KeptOutputs() if self._recompute is Recompute.SELECTIVE else None
-        again = AsBefore(self._running_again(execution, kept), self._known_changes, self._module, execution.path)
+        places = self._known_changes, self._module, execution.path
+        again = AsBefore(self._follow_backward, self._running_again(execution, kept), *places)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_entering_checkpoint = False
