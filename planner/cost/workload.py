@@ -59,7 +59,7 @@ class Workload:
     def __post_init__(self) -> None:
         optimizer_of(self.optimizer_name)  # raises for an unknown one
         device = self.cluster.device
-        if not device.rate_name(self.precision):
+        if self.precision not in device.matmul_flops_per_s and not device.rate_name(self.precision):
             what = f"{device.name} has no matmul rate for this precision"
             advice = "another --precision, or another --cluster"
             raise OsdpError(what, got=self.precision, expected=", ".join(device.matmul_flops_per_s), advice=advice)

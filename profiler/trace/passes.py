@@ -246,8 +246,8 @@ class _Runner:
             self.finer = self._device.data.finer
             found = trial = self._run(size)
         is_as_before = before[0] == state_of(self._module)[0]
-        if (not is_as_before or self._device.data.reads_known) and (heaviest := self._heaviest_step(size)) is not None:
-            found = trial = heaviest
+        if not is_as_before or self._device.data.reads_known:
+            found = trial = self._heaviest_step(size, is_as_before) or trial
         is_as_found = not (self._merge(trial) or merged)
         runs = Counter(execution.path for execution in trial.executions)
         repeated = frozenset(path for path, count in runs.items() if count > 1)
@@ -268,10 +268,12 @@ class _Runner:
             found, self._replay = confirmed, replay
         return found
 
-    def _heaviest_step(self, size: int) -> Pass | None:
+    def _heaviest_step(self, size: int, is_as_before: bool) -> Pass | None:
         """Have all passes begin at the step that takes most, and return one; None if all steps are alike."""
-        data = self._device.data
-        before, _ = counters_of(self._module, data.values), self._run_once(size)
+        before = counters_of(self._module, (data := self._device.data).values)
+        if is_as_before and not before.tensors:
+            return None
+        self._run_once(size)
         changed = before.changed(counters_of(self._module, data.values), was_read=data.reads_known)
         if not changed:
             return None

@@ -15,7 +15,6 @@ that follow the counters are what they were before the one that took most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,16 @@ DISTANT = (MULTIPLE - 1, MULTIPLE, MULTIPLE + 1)
 """Counters from which a step begins that counts first, that counts last, and that waits for a remainder of 1."""
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class _AreTensors(dict[type, bool]):
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, Tensor)
+        return self[kind]
+
+
+_ARE_TENSORS = _AreTensors()
+"""By type; asked of every attribute of a model, so that it is no function."""
 
 Place = tuple[int, str]
 """Identity of a dict of attributes, and the name in it."""
@@ -90,22 +99,27 @@ def counters_of(root: nn.Module, values: KnownValues) -> Counters:
     tensors = dict[Place, tuple[dict[Any, Any], Any, Tensor]]()
     for attributes in _dicts(root):
         for name, value in attributes.items():
-            place = id(attributes), str(name)
-            if type(value) is int:
-                numbers[place] = attributes, name, value
-            elif isinstance(value, Tensor) and (held := _number(value, values)) is not None:
-                tensors[place] = attributes, name, held
+            if value.__class__ is int:
+                numbers[id(attributes), str(name)] = attributes, name, value
+            elif _ARE_TENSORS[value.__class__] and (held := _number(value, values)) is not None:
+                tensors[id(attributes), str(name)] = attributes, name, held
     return Counters(numbers, tensors)
 
 
-def _dicts(root: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Yield the dicts that have attributes of modules, buffers, parameters, and what is in plain dicts there."""
-    for module in root.modules():
-        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-        if own:
-            yield vars(module)
-        yield from (value for value in own.values() if type(value) is dict)
-        yield from (held for held in (module._buffers, module._parameters) if held)
+def _dicts(root: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts that have attributes of modules, buffers, parameters, and what is in plain dicts there."""
+    found, seen, todo = list[dict[Any, Any]](), {root}, [root]
+    for module in todo:  # `named_modules` takes longer, to find names
+        attributes = module.__dict__
+        found += [attributes]
+        for name, value in attributes.items():
+            if value.__class__ is dict and (name not in _OF_MODULES or name == "_buffers" or name == "_parameters"):
+                found += [value]
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen |= {child}
+                todo += [child]
+    return found
 
 
 def _number(tensor: Tensor, values: KnownValues) -> Tensor | None:
