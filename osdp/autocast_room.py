@@ -12,6 +12,14 @@ from runtime.autocast_weights import bytes_of_copies
 from runtime.sharded_model import ShardedModel
 
 
+def refuse_fp16(plan: Plan, framework: str) -> None:
+    """Raise OsdpError for a plan under autocast in fp16, whose losses a framework would have to scale."""
+    if plan.model.precision == "amp-fp16":
+        advice = 'plan with {"precision": "amp-bf16"}, or train in a loop of your own with a torch.amp.GradScaler'
+        what = f"{framework} does not scale the losses of a model that OSDP has sharded"
+        raise OsdpError(what, got="a plan in amp-fp16", expected="fp32, bf16 or amp-bf16", advice=advice)
+
+
 def check_room(plan: Plan, sharded: ShardedModel, dtype: torch.dtype) -> None:
     """Raise OsdpError if copies of the weights in a dtype do not fit beside what is predicted, unless that has them."""
     if plan.model.autocast:

@@ -1,8 +1,8 @@
 """`torch.autocast` for tensors that have no data, or that stand for those of another device.
 
 Autocast is a layer of the dispatcher with a key for each type of device, which tensors on the meta device do not reach
-and which does nothing for GPUs where PyTorch finds none.  Here the key of a backend of which it has no kernels does
-what that of the device does which is stood for:
+and which does nothing for GPUs where PyTorch finds none.  Here the key of a backend of which PyTorch has no
+kernels does what that of the device does which is stood for; its kernels stay for the process, and act only within:
 
     lower precision    products cast their arguments to the dtype of the context
     by their dtype     sums, softmax and norms on GPUs compute in fp32, which an argument of that name asks for
@@ -16,6 +16,7 @@ have kernels the dispatcher says; which of them are of the first three kinds is 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
@@ -85,6 +86,11 @@ class Autocast:
         self._types, self._name = (device_type, stand_in_type), _STAND_INS[device_type]
         self.asked = dict[torch.dtype, None]()
         """Dtypes of contexts that have been entered, in order."""
+        self.cast = dict[int, int]()
+        """By identity of a parameter that was cast to one of them: its elements."""
+        self.is_off = False
+        """Whether a context was entered that is off, and may be so as it was made where PyTorch has found no GPU."""
+        self._made = weakref.WeakSet[torch.autocast]()
         self._copies = dict[int, tuple[Tensor, Tensor]]()
         """By identity of a leaf: the leaf and its copy."""
         self._units: Callable[[], Iterable[tuple[nn.Module, bool]]] = tuple
@@ -107,11 +113,13 @@ class Autocast:
             else:
                 make(context, self.device_type, dtype, False, *args, **kwargs)  # else it asks for the device
                 context._enabled = enabled and context.fast_dtype in NAMES
+                self._made.add(context)
 
         @wraps(enter)
         def entered(context: Any) -> Any:
             if context.device == self.device_type:
                 context.device = self._name
+                self.is_off |= not context._enabled and context not in self._made and self.device_type == "cuda"
                 if context._enabled:
                     _register(self.device_type)
                     self.asked[context.fast_dtype] = None
@@ -149,6 +157,14 @@ class Autocast:
                 yield
             finally:
                 _current = before
+
+    def dtype_of(self, root: nn.Module) -> str:
+        """Return what graphs call the dtype in which most weights are multiplied; empty if that is their own.
+
+        As with parameters of few bits, products are priced at the rate at which most are computed.
+        """
+        elements = sum(parameter.numel() for parameter in root.parameters()) if self.cast else 0
+        return NAMES[next(iter(self.asked))] if 2 * sum(self.cast.values()) > elements else ""
 
     def forget_before(self, units: Callable[[], Iterable[tuple[nn.Module, bool]]]) -> None:
         """Have copies of weights forgotten as a module is called, as units of a plan have them forgotten.
@@ -225,6 +241,8 @@ class Autocast:
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._is_treated(tensor) or tensor.dtype == dtype:
             return tensor
+        if dtype != torch.float32 and isinstance(tensor, nn.Parameter):
+            self.cast[id(tensor)] = tensor.numel()
         is_weight = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
         if not (is_weight and dtype == torch.get_autocast_dtype(self._name) and torch.is_autocast_cache_enabled()):
             return tensor.to(dtype)

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -113,30 +114,38 @@ def cast_inputs(root: nn.Module, precision: str) -> list[RemovableHandle]:
     return handles
 
 
-def autocast_forwards(root: nn.Module, precision: str, device_type: str) -> list[RemovableHandle]:
-    """Register the hooks that have a model's forward run under autocast, where a precision asks for that."""
-    dtype, entered = AUTOCAST_DTYPE.get(precision), list[torch.autocast]()
+def autocast_forwards(root: nn.Module, precision: str, device_type: str) -> Callable[[], None]:
+    """Have a model's forward run under autocast, where a precision asks for that; return what undoes it.
+
+    Not by hooks: an exception that is no `Exception` would leave the context on.
+    """
+    dtype = AUTOCAST_DTYPE.get(precision)
     if dtype is None:
-        return []
+        return lambda: None
+    own, inner = vars(root).get("forward"), root.forward
 
-    def enter(module: nn.Module, args: Any) -> None:
-        entered.append(torch.autocast(device_type, dtype))
-        entered[-1].__enter__()  # type: ignore[no-untyped-call]
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            return inner(*args, **kwargs)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if entered:  # not where a hook before `enter` has failed
-            entered.pop().__exit__(None, None, None)
+    def undo() -> None:
+        del vars(root)["forward"]
+        if own is not None:
+            vars(root)["forward"] = own
 
-    return [root.register_forward_pre_hook(enter), root.register_forward_hook(leave, always_call=True)]
+    vars(root)["forward"] = forward
+    return undo
 
 
 @contextmanager
-def precision_hooks(root: nn.Module, precision: str, device_type: str) -> Iterator[None]:
+def computing_in(root: nn.Module, precision: str, device_type: str) -> Iterator[None]:
     """Have a model compute in a precision within, on a type of device."""
-    handles = cast_inputs(root, precision) + autocast_forwards(root, precision, device_type)
+    handles, undo = cast_inputs(root, precision), autocast_forwards(root, precision, device_type)
     try:
         yield
     finally:
+        undo()
         for handle in handles:
             handle.remove()
 

@@ -341,9 +341,10 @@ def shard_parts_run_again(first: FSDPModule, modules: Sequence[nn.Module]) -> No
 
     def begin(module: nn.Module, args: Any) -> None:
         left = getattr(state._state_ctx, "run_in_part", None) if is_bw() else None
-        if left is not None and left is not first:
-            state._state_ctx.run_in_part = None
-            _shard_part(left)
+        if left is not None:
+            state._state_ctx.run_in_part = None  # if it is this one, more of it runs, in which others may begin
+            if left is not first:
+                _shard_part(left)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         is_part = state._training_state == TrainingState.FORWARD and state._modules_to_run_forward

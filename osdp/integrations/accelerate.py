@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp.api import OSDP
+from osdp.autocast_room import refuse_fp16
 from osdp.wrapped_once import PAGE
 from profiler.errors import OsdpError
 from runtime.failures.gloo_threads import let_gloo_end
@@ -58,12 +59,13 @@ class OsdpAccelerator(Accelerator):
             what = "accelerate cannot compile a model that OSDP has sharded"
             advice = 'OSDP(model, ..., compile_backend="inductor") compiles blocks'
             raise OsdpError(what, got=compiler.value, expected="no dynamo_backend", advice=advice)
+        refuse_fp16(model.plan, "accelerate")
         if self.mixed_precision not in ("no", precision.removeprefix("amp-")):
             what = "accelerate is asked for another precision than the plan's"
             advice = (
                 'plan for it: OSDP(model, {"precision": "amp-bf16"}) runs forwards under autocast, as accelerate does'
             )
-            expected = "no" if precision == "fp32" else f"no, or {precision.removeprefix('amp-')}"
+            expected = "no" if precision == "fp32" else "no, or bf16"
             raise OsdpError(what, got=self.mixed_precision, expected=expected, advice=advice)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

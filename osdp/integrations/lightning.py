@@ -29,6 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from osdp.api import OSDP
+from osdp.autocast_room import refuse_fp16
 from osdp.description import Described
 from osdp.integrations.early_optimizers import names_of, take_over
 from osdp.integrations.lightning_checkpoints import (
@@ -45,8 +46,8 @@ from profiler.errors import OsdpError
 from runtime.apply_schedule import default_device
 from runtime.parameter_places import is_inside
 
-PRECISIONS = ("32-true", "bf16-true", "64-true")
-"""Those that say in which dtype parameters rest."""
+PRECISIONS = ("32-true", "bf16-true", "64-true", "bf16-mixed")
+"""Those that say in which dtype parameters rest, and that of autocast which scales no losses."""
 
 
 class _JoinsRanks:
@@ -136,6 +137,7 @@ class OSDPStrategy(_JoinsRanks, trainer_strategies.DDPStrategy):
                 model = OSDP(getattr(parent, leaf), description, device_info, **options)
             setattr(parent, leaf, model)
         model = getattr(parent, leaf)
+        refuse_fp16(model.plan, "Lightning")
         setattr(parent, leaf, None)
         module.to(self.root_device)  # metrics and the like; what OSDP has is where it belongs
         setattr(parent, leaf, model)
@@ -394,5 +396,7 @@ def _check_steps(optimizers: Sequence[Optimizer]) -> None:
 def _check_precision(precision: str) -> None:
     if precision not in PRECISIONS:
         what = "OSDP does not train in this precision of Lightning"
-        advice = 'parameters in fp32 that compute in bf16: precision="32-true" and description={"precision": "bf16"}'
+        advice = (
+            'precision="bf16-mixed" and description={"precision": "amp-bf16"}, or "32-true" and {"precision": "bf16"}'
+        )
         raise OsdpError(what, got=str(precision), expected=", ".join(PRECISIONS), advice=advice)

@@ -307,7 +307,7 @@ class StageMemoryWalk:
                     if not unit.stalls:
                         prefetched, below, _ = self.next_prefetch(j)
                         gathering = Neighbours(above, below, below)
-                        live = self.entering(unit), j
+                        live = "unshard" if self.whole is None else "unshard inside", j
                         self.note("backward", call.operator, unsharded, gradients, reduce_input, live, gathering)
                 elif unit.closes and unit.last == j:
                     # What follows its last module: the unit is not unsharded again yet, nor is any inside of it.
@@ -374,7 +374,9 @@ class StageMemoryWalk:
     ) -> None:
         """Note that a unit is gathered for its backward, and then what is prefetched."""
         operator, held = self.frame.stage.calls[j].operator, unsharded + unit.bytes.secondary
-        live, buffers = (self.entering(unit), j), unit.prefetched + unit.unshard_temporary + reduce_input
+        # As the backward gets to the block itself, or to a unit in it.
+        entered = "unshard" if self.whole is None or unit is self.whole else "unshard inside"
+        live, buffers = (entered, j), unit.prefetched + unit.unshard_temporary + reduce_input
         self.note("backward", operator, held, gradients, buffers, live, Neighbours(above))
         within = unit is self.whole and bool(self.inside)
         if within:
@@ -422,10 +424,6 @@ class StageMemoryWalk:
             self.note_reduction(unit, unit.operators[0], unsharded - unit.freed, waiting, 0, live, ALONE)
             unsharded -= unit.bytes.unsharded
             reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
-
-    def entering(self, unit: StagedUnit) -> str:
-        """Return what is alive as the backward gets to a unit, named as in `Live`: the block itself, or one in it."""
-        return "unshard" if self.whole in (None, unit) else "unshard inside"
 
     def to_gather(self, j: int) -> int:
         """Return what `unsharded_at` counts at a block's last call j of units inside of it, before it is gathered."""

@@ -164,8 +164,10 @@ def check_split(operator: Operator, slices: int) -> None:
 
 def can_hold(operator: Operator, strategy: Strategy) -> bool:
     """Return whether a strategy can hold an operator's parameters: windows have one dtype."""
+    if not strategy.spec.one_sided:
+        return True
     dtypes = {parameter.dtype for parameter in operator.parameters}
-    return not strategy.spec.one_sided or (len(dtypes) == 1 and dtypes <= {"float32", "bfloat16"})
+    return len(dtypes) == 1 and dtypes <= {"float32", "bfloat16"}
 
 
 def check_dtypes(operator: Operator, strategies: Iterable[Strategy]) -> None:

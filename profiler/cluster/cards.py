@@ -43,6 +43,8 @@ class Card:
     """Cluster of `configs/clusters` with this device; empty: there is none."""
     kind: str = "datasheet"
     """`assumed` where the document is not NVIDIA's own and public."""
+    fp16_flops_per_s: float | None = None
+    """None: that of bf16."""
 
 
 _H20 = "NVIDIA H20, as vendors and the press have it; NVIDIA publishes no datasheet"
@@ -51,13 +53,24 @@ _GH200 = "NVIDIA H100 whitepaper, SXM5, and memory of the GH200 datasheet"
 _H800 = "NVIDIA H100 whitepaper, SXM5, which has the same chip"
 _V100_SXM3 = "NVIDIA V100 datasheet, SXM2, which has the same chip"
 CARDS = (
-    Card("Tesla V100-SXM2-16GB", 16, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
-    Card("Tesla V100-SXM2-32GB", 32, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
-    Card("Tesla V100-SXM3-32GB", 32, 80, 15.7e12, None, 900e9, 3, _V100_SXM3, kind="assumed"),
-    Card("Tesla V100-PCIE-16GB", 16, 80, 14.0e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
-    Card("Tesla V100-PCIE-32GB", 32, 80, 14.0e12, None, 900e9, 3, "NVIDIA V100 datasheet"),
-    Card("NVIDIA TITAN RTX", 24, 72, 16.3e12, None, 672e9, 3, "NVIDIA TITAN RTX datasheet", "titan-rtx-8"),
-    Card("Tesla T4", 16, 40, 8.1e12, None, 320e9, 3, "NVIDIA T4 datasheet"),
+    Card("Tesla V100-SXM2-16GB", 16, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet", fp16_flops_per_s=125e12),
+    Card("Tesla V100-SXM2-32GB", 32, 80, 15.7e12, None, 900e9, 3, "NVIDIA V100 datasheet", fp16_flops_per_s=125e12),
+    Card("Tesla V100-SXM3-32GB", 32, 80, 15.7e12, None, 900e9, 3, _V100_SXM3, kind="assumed", fp16_flops_per_s=125e12),
+    Card("Tesla V100-PCIE-16GB", 16, 80, 14.0e12, None, 900e9, 3, "NVIDIA V100 datasheet", fp16_flops_per_s=112e12),
+    Card("Tesla V100-PCIE-32GB", 32, 80, 14.0e12, None, 900e9, 3, "NVIDIA V100 datasheet", fp16_flops_per_s=112e12),
+    Card(
+        "NVIDIA TITAN RTX",
+        24,
+        72,
+        16.3e12,
+        None,
+        672e9,
+        3,
+        "NVIDIA TITAN RTX datasheet",
+        "titan-rtx-8",
+        fp16_flops_per_s=130.5e12,
+    ),
+    Card("Tesla T4", 16, 40, 8.1e12, None, 320e9, 3, "NVIDIA T4 datasheet", fp16_flops_per_s=65e12),
     Card("NVIDIA A100-SXM4-40GB", 40, 108, 19.5e12, 312e12, 1555e9, 4, "NVIDIA A100 datasheet, 40GB SXM"),
     Card("NVIDIA A100-SXM4-80GB", 80, 108, 19.5e12, 312e12, 2039e9, 4, "NVIDIA A100 datasheet, 80GB SXM", "a100-80g-8"),
     Card("NVIDIA A100-PCIE-40GB", 40, 108, 19.5e12, 312e12, 1555e9, 4, "NVIDIA A100 datasheet, 40GB PCIe"),

@@ -74,7 +74,7 @@ def _least(figures: Sequence[Figure]) -> Figure:
 def _device(gpus: Sequence[Gpu], connections: Connections) -> Device:
     names, rates = sorted({gpu.name for gpu in gpus}), [_rates(gpu) for gpu in gpus]
     memory_bytes = min(gpu.memory_bytes for gpu in gpus)
-    precisions = [name for name in ("fp32", "bf16") if all(name in one.matmul_flops_per_s for one in rates)]
+    precisions = [name for name in ("fp32", "bf16", "fp16") if all(name in one.matmul_flops_per_s for one in rates)]
     of_which = "" if len(names) == 1 else ", the least of the visible GPUs"
     return Device(
         name=names[0] if len(names) == 1 else f"the least of {' and '.join(names)}",
@@ -97,7 +97,7 @@ def _rates(gpu: Gpu) -> _Rates:
     if card is None:
         return _derived_rates(gpu)
     efficiency = Figure(0.8, "assumed: four fifths of the rate at boost clock")
-    whole = {"fp32": card.fp32_flops_per_s, "bf16": card.bf16_flops_per_s}
+    whole = {"fp32": card.fp32_flops_per_s, "bf16": card.bf16_flops_per_s, "fp16": card.fp16_flops_per_s}
     share = gpu.multiprocessors / card.multiprocessors
     if part is None and share == 1:
         flops = {name: Figure(rate, f"{card.kind}: {card.document}") for name, rate in whole.items() if rate}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
-from profiler.mixed_precision import precision_hooks, resting_dtypes
+from profiler.mixed_precision import computing_in, resting_dtypes
 from profiler.model_source import Inputs, ModelSource
 from profiler.trace.trace_errors import explained, explained_inputs
 
@@ -61,7 +61,7 @@ def shared_weights(
     storages = _Storages(device, {id(named[name]): dtype.compute for name, dtype in dtypes.items()})
     buffers = dict[int, Tensor]()
     hooks = ExitStack()
-    hooks.enter_context(precision_hooks(module, precision, device.type))
+    hooks.enter_context(computing_in(module, precision, device.type))
     try:
         for owner, parameters, registered in before:
             for name, parameter in parameters.items():

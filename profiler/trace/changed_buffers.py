@@ -73,12 +73,14 @@ class AsBefore(AbstractContextManager[None, bool]):
 
     def __enter__(self) -> None:
         self.begin()
-        for (module, name), old in self.copies.items():
-            self.stack.callback(module._buffers.__setitem__, name, module._buffers[name])
-            module._buffers[name] = old.clone()
-        self.stack.enter_context(self.around)
-        if self._attributes is not None:
-            self.stack.enter_context(self._attributes.restored())
+        with ExitStack() as stack:
+            for (module, name), old in self.copies.items():
+                stack.callback(module._buffers.__setitem__, name, module._buffers[name])
+                module._buffers[name] = old.clone()
+            stack.enter_context(self.around)
+            if self._attributes is not None:
+                stack.enter_context(self._attributes.restored())
+            self.stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> bool:
         self.stack.__exit__(*error)

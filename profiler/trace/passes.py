@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 
 from torch import nn
 from torch.jit import last_executed_optimized_graph  # type: ignore[attr-defined]
@@ -14,7 +13,7 @@ from profiler.autocast import Autocast
 from profiler.computed_attributes import ComputedAttribute
 from profiler.errors import OsdpError
 from profiler.handed_containers import ContainersHanded
-from profiler.mixed_precision import RestingDtype, precision_hooks
+from profiler.mixed_precision import RestingDtype, computing_in
 from profiler.model_graph import Recompute
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import BEYOND, FOURTH, SINGLE, SIZES
@@ -28,42 +27,11 @@ from profiler.trace.op_meter import Memo
 from profiler.trace.random_draws import OTHERS, SAME, python_draws
 from profiler.trace.replay import Replay, find_replay, state_of
 from profiler.trace.resting_reads import reads_as_on_ranks
+from profiler.trace.runs import Runs
 from profiler.trace.step_counters import DISTANT, FOLLOWING, Counters, counters_of
 from profiler.trace.trace_errors import ModelError, explained_inputs
 from profiler.trace.unlike_passes import check_beyond, is_single_on_line
 from profiler.trace.waiting_gradients import told_apart
-
-
-@dataclass(frozen=True)
-class Runs:
-    """What was run of a model."""
-
-    groups: Sequence[Group]
-    """Its operators."""
-    passes: Mapping[int, Pass]
-    """By micro-batch."""
-    recomputed: Mapping[int, Pass]
-    """The same with every block recomputed, of fewer micro-batches; none if that failed."""
-    selective: Mapping[int, Pass]
-    """The same with every block recomputed selectively."""
-    apart: Mapping[Recompute, Mapping[int, Pass]]
-    """All of these with gradients that leave blocks one by one; none if it makes no difference, or failed."""
-    samples: int
-    """How many samples each pass counts as one."""
-    left_out: set[str]
-    """Operators that are left out if all rows choose alike."""
-    failures: Mapping[Recompute, str]
-    """Why no block could be recomputed so."""
-    without_gradient: set[str]
-    """Operators that run and have trained parameters, none of which gets a gradient."""
-    rerun: Collection[str]
-    """Paths of the blocks that the model itself runs again in its backward, and that no pass recomputes."""
-    partly: Collection[str]
-    """Paths of those of which it runs a part again, and that no plan recomputes selectively."""
-    let_go: Sequence[bool]
-    """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
-    written: Collection[str]
-    """Parameters that the model itself changes, in every step or only in its first, as layers do that begin so."""
 
 
 def run_sizes(
@@ -122,7 +90,7 @@ def run_sizes(
     )
 
 
-_OWN_HOOKS = (precision_hooks.__module__, ContainersHanded.__module__, Autocast.__module__)
+_OWN_HOOKS = (computing_in.__module__, ContainersHanded.__module__, Autocast.__module__)
 
 Recomputed = dict[Recompute, dict[int, Pass]]
 """Passes by what of every block is recomputed, and by micro-batch."""
@@ -277,20 +245,24 @@ class _Runner:
         changed = before.changed(counters_of(self._module, data.values), was_read=data.reads_known)
         if not changed:
             return None
-        distant = [changed.at(step) for step in DISTANT]
         kinds = dict[tuple[Live, int], Counters]()
-        for self._start in (*distant, changed, *[None] * (FOLLOWING - 1)):
+        for self._start in (*[None] * FOLLOWING, *map(changed.at, DISTANT)):
             start = self._start or counters_of(self._module, data.values).among(changed)
             self._left = ()  # what other steps have left is not counted: only a step that makes it anew has it
             with suppress(OsdpError):  # a counter may be an index, and no layer may get a gradient
                 tried = self._run_once(size)
                 kinds[tried.live, tried.left.bytes] = start
-        if len(kinds) <= 1:
+            if len(kinds) == FOLLOWING:  # each step makes more than the one before: it is no counter
+                break
+        self._start = None
+        if len(kinds) in (1, FOLLOWING):
             changed.put(data.values)
             return None
-        heaviest = self._heaviest(size, [(start,) for start in kinds.values()])
+        by_live = [kinds[kind] for kind in sorted(kinds, reverse=True)]
+        starts = [*by_live[:3], *by_live[3:][-1:]]
+        heaviest = self._heaviest(size, [(start,) for start in starts])
         # A step that leaves alone what the heaviest has left may make as much as that shares with its activations.
-        followed = [(*heaviest, start) for start in kinds.values() if start is not heaviest[0]]
+        followed = [(*heaviest, start) for start in starts if start is not heaviest[0]]
         self._begins_at, self._left = self._heaviest(size, [heaviest, *followed]), ()
         found = self._run(size)
         data.note("the model does something else in some steps, told by how many it has run; the heaviest is assumed")
@@ -303,7 +275,7 @@ class _Runner:
             self._left = ()
             with suppress(OsdpError):
                 if (live := self._run(size).live).is_more_than(most):
-                    heaviest, most = self._begins_at, live
+                    heaviest, most = self._begins_at, Live(max(most.peak_bytes, live.peak_bytes), live.all_bytes)
         return heaviest
 
     def _merges_whatever_dtypes(self, size: int) -> bool:
@@ -473,10 +445,9 @@ class _Runner:
             if self._reads_as_on_ranks
             else nullcontext(),
         )
-        if self._start is not None:
-            self._start.put(device.data.values)
         device.data.begin_forward(self._draws.at)
-        with python_draws(self._draws) as drawn:
+        counting = self._start.standing(module, device.data.values) if self._start else nullcontext()
+        with counting, python_draws(self._draws) as drawn:
             found = run_pass(self._source, module, fed, device, options)
         self._leave_rerun(found)
         self.written |= found.written

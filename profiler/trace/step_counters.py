@@ -9,12 +9,17 @@ that take most.  Counters are what has changed after a pass:
     numbers in attributes of modules, and in dicts there
     tensors of one number with known values, if the pass read such a number into Python
 
-Where there are some, steps that follow each other are tried, and some that are multiples of most numbers; in all passes
-that follow the counters are what they were before the one that took most.
+if they are one more, or one again as in what counts to n.  (What goes on by other than one is an offset, or a number of
+samples, by which a step may make as much as it says.)
+
+Where there are some, steps that follow each other are tried, and if those are alike, or of few kinds, some that are
+multiples of most numbers; in all passes that follow the counters are what they were before the one that took most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +64,15 @@ class Counters:
 
     def changed(self, now: Counters, *, was_read: bool) -> Counters:
         """Return those that are different `now`; tensors only if numbers of tensors were read into Python."""
-        numbers = {at: one for at, one in now.numbers.items() if at in self.numbers and self.numbers[at][2] != one[2]}
+        numbers = {
+            at: one
+            for at, one in now.numbers.items()
+            if at in self.numbers and one[2] != self.numbers[at][2] and one[2] in _after(self.numbers[at][2])
+        }
         tensors = {
             at: one
             for at, one in (now.tensors if was_read else {}).items()
-            if at in self.tensors and not torch.equal(self.tensors[at][2], one[2])
+            if at in self.tensors and one[2].item() in _after(self.tensors[at][2].item())
         }
         return Counters(numbers, tensors)
 
@@ -76,7 +85,7 @@ class Counters:
         """Return the same counters, all of which say that it is some step."""
         numbers = {at: (attributes, name, step) for at, (attributes, name, _) in self.numbers.items()}
         tensors = {
-            at: (attributes, name, torch.full_like(value, step))
+            at: (attributes, name, torch.full_like(value, min(step, _most(value.dtype))))
             for at, (attributes, name, value) in self.tensors.items()
         }
         return Counters(numbers, tensors)
@@ -88,6 +97,16 @@ class Counters:
         for attributes, name, value in self.tensors.values():
             if isinstance(held := attributes.get(name), Tensor) and held.shape == value.shape:
                 _hold(values, held, value)
+
+    @contextmanager
+    def standing(self, root: nn.Module, values: KnownValues) -> Iterator[None]:
+        """Let the model's counters be these within: what holds them may be the user's."""
+        before = counters_of(root, values).among(self)
+        self.put(values)
+        try:
+            yield
+        finally:
+            before.put(values)
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.tensors)
@@ -101,7 +120,11 @@ def counters_of(root: nn.Module, values: KnownValues) -> Counters:
         for name, value in attributes.items():
             if value.__class__ is int:
                 numbers[id(attributes), str(name)] = attributes, name, value
-            elif _ARE_TENSORS[value.__class__] and (held := _number(value, values)) is not None:
+            elif (
+                _ARE_TENSORS[value.__class__]
+                and not value.requires_grad
+                and (held := _number(value, values)) is not None
+            ):
                 tensors[id(attributes), str(name)] = attributes, name, held
     return Counters(numbers, tensors)
 
@@ -113,18 +136,31 @@ def _dicts(root: nn.Module) -> list[dict[Any, Any]]:
         attributes = module.__dict__
         found += [attributes]
         for name, value in attributes.items():
-            if value.__class__ is dict and (name not in _OF_MODULES or name == "_buffers" or name == "_parameters"):
+            if (
+                value.__class__ is dict
+                and value
+                and (name not in _OF_MODULES or name == "_buffers" or name == "_parameters")
+            ):
                 found += [value]
-        for child in module._modules.values():
+        for child in module._modules.values() if module._modules else ():
             if child is not None and child not in seen:
                 seen |= {child}
                 todo += [child]
     return found
 
 
+def _after(number: float) -> tuple[float, ...]:
+    """Return what a counter may be after a step that began with a number."""
+    return number + 1, 0 if number else number + 1, 1 if number > 1 else number + 1
+
+
+def _most(dtype: torch.dtype) -> int:
+    return torch.iinfo(dtype).max - FOLLOWING if not dtype.is_floating_point else MULTIPLE + 1
+
+
 def _number(tensor: Tensor, values: KnownValues) -> Tensor | None:
-    """Return the one number that a tensor holds, as a tensor with data; None if it holds others, or is trained."""
-    if tensor.requires_grad or tensor.numel() != 1 or tensor.dtype is torch.bool or has_data(tensor):
+    """Return the one number that a tensor holds, as a tensor with data; None if it holds others."""
+    if tensor.numel() != 1 or tensor.dtype is torch.bool or has_data(tensor):
         return None
     known = values.read(tensor)
     return None if known is None else known.clone()

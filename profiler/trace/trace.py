@@ -9,7 +9,7 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -19,14 +19,14 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from profiler.alias_outputs import outputs_aliased, wrappable
-from profiler.autocast import NAMES, Autocast
+from profiler.autocast import Autocast
 from profiler.byte_sizes import format_bytes
 from profiler.computed_attributes import computed_by_hooks, computed_forgotten, values_of
 from profiler.errors import OsdpError
 from profiler.garbage_collection import without_garbage_collection
 from profiler.handed_containers import ContainersHanded
 from profiler.linear_layers import whole_linears
-from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, precision_hooks, resting_dtypes
+from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, computing_in, resting_dtypes
 from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
 from profiler.model_source import ModelSource
 from profiler.parameter_memory import shared_memory
@@ -153,7 +153,7 @@ def _traced(
         containers = ContainersHanded(wrapped if COMPUTE_DTYPE[precision] else ())
         alias_others = until_traced.enter_context(outputs_aliased(module))
         autocast.forget_before(partial(_units, module, found))
-        for hooks in (precision_hooks(module, precision, settings.device_type), containers.surrounding()):
+        for hooks in (computing_in(module, precision, settings.device_type), containers.surrounding()):
             until_traced.enter_context(hooks)
         with unregistered_reads(module) as read, mode, reentrant_as_others(), handed_are_read():
             run = run_sizes(module, source, found, rested, device, sizes, computed, alias_others)
@@ -164,10 +164,7 @@ def _traced(
     passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     if whole_kinds or autocast.asked:
-        # Of the copies that autocast makes of a layer in slices nothing is known: it is not cut.
-        kinds = {"Linear": "Linear under autocast"} if autocast.asked else {}
-        known = ((one, whole_kinds.get(one.modules[0], kinds.get(one.kind, one.kind))) for one in graph.operators)
-        graph = replace(graph, operators=tuple(replace(one, kind=kind) for one, kind in known))
+        graph = _named(graph, whole_kinds, under_autocast=bool(autocast.asked))
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
     notes, written = list(device.data.assumptions), tuple(run.written)
     elsewhere = (*shared, *(f"`{name}` is read through the attribute `{where}`" for name, where in read.items()))
@@ -181,7 +178,7 @@ def _traced(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
-    notes += _notes_on_running(graph, run.rerun)
+    notes += _notes_on_running(graph, run.rerun, autocast_is_off=autocast.is_off)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
@@ -200,17 +197,32 @@ def _traced(
             "0, instead"
         )
     graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
-    graph = replace(graph, autocast=next((NAMES[dtype] for dtype in autocast.asked), ""))
+    graph = replace(graph, autocast=autocast.dtype_of(module))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
 
-def _notes_on_running(graph: ModelGraph, rerun: Collection[str]) -> Iterator[str]:
-    """Yield what to know of blocks that the model itself runs again."""
+def _notes_on_running(graph: ModelGraph, rerun: Collection[str], *, autocast_is_off: bool) -> Iterator[str]:
+    """Yield what to know of blocks that the model itself runs again, and of autocast that may be off."""
     if rerun:
         count = len({block.name for block in graph.blocks})
         names = _listed(rerun) if len(rerun) == count else ", ".join(rerun)
         what = f"the model itself runs {len(rerun)} of {count} blocks again in its backward, which no plan recomputes"
         yield f"{what}: {names}"
+    if autocast_is_off:
+        yield (
+            "a torch.autocast that was made before the trace is off, as those of GPUs are where PyTorch finds none: "
+            "plan where there is a GPU, or make it in the forward, not as a decorator"
+        )
+
+
+def _named(graph: ModelGraph, kinds: Mapping[str, str], *, under_autocast: bool) -> ModelGraph:
+    """Return a graph whose layers are of these kinds, by path, and in which those under autocast cannot be cut.
+
+    Of the copies that autocast makes of a layer in slices nothing is known.
+    """
+    linear = {"Linear": "Linear under autocast"} if under_autocast else {}
+    known = ((one, kinds.get(one.modules[0], linear.get(one.kind, one.kind))) for one in graph.operators)
+    return replace(graph, operators=tuple(replace(one, kind=kind) for one, kind in known))
 
 
 def _units(module: nn.Module, groups: Sequence[Group]) -> Iterator[tuple[nn.Module, bool]]:

@@ -141,6 +141,25 @@ def by_trainer(folder: Path, parts: bool) -> Seen:
     return Seen(losses, evaluated, module.model.full_state_dict(), folder / "epoch=1.ckpt")
 
 
+def in_mixed_precision() -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Return losses and parameters of Trainer under autocast, by Lightning's own strategy and by OSDP's."""
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from osdp.integrations.lightning import OSDPStrategy
+
+    found = []
+    for strategy in (DDPStrategy(process_group_backend="gloo"), OSDPStrategy(plan())):
+        options: Any = {"max_epochs": 1, "accumulate_grad_batches": ACCUMULATION, "precision": "bf16-mixed"}
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET, **options)
+        module = module_of(build())
+        trainer.fit(module, *loaders())
+        by_osdp = isinstance(strategy, OSDPStrategy)
+        state = module.model.full_state_dict(rank0_only=False) if by_osdp else module.model.state_dict()
+        found.append((module.losses, state))
+    return found
+
+
 def by_fabric(folder: Path, parts: bool) -> Seen:
     """Train half, save, and go on from there with another model."""
     import lightning
@@ -262,7 +281,7 @@ def refused() -> list[str]:
         fit(OSDPStrategy(plan()), Apart()),
         fit(OSDPStrategy(plan(), module="model"), Apart()),
         fit(OSDPStrategy(plan(), module="decoder"), Apart()),
-        fit(OSDPStrategy(plan()), module_of(build()), precision="bf16-mixed"),
+        fit(OSDPStrategy(plan()), module_of(build()), precision="16-true"),
         fit(OSDPStrategy(plan()), module_of(build()), sync_batchnorm=True),
         fit(OSDPStrategy(plan()), whole),
         refusal(lambda: fabric.setup(build(), others)),
@@ -277,7 +296,7 @@ SAID = (
     "cannot tell which of the LightningModule is the model",
     "trained parameters outside of the model",
     "has no module `decoder`",
-    'description={"precision": "bf16"}',
+    'description={"precision": "amp-bf16"}',
     "sync_batchnorm is not supported",
     "*=replicate",
     "parameters that are not the model's",
@@ -318,7 +337,7 @@ def everything(rank: int, folder: Path) -> Any:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     seen = [by(folder / name, parts) for name, (by, parts) in RUNS.items()]
-    return seen, refused(), run_examples(folder), otherwise()
+    return seen, refused(), run_examples(folder), otherwise(), in_mixed_precision()
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +370,16 @@ def test_a_file_loads_in_one_process_without_lightning(by_rank: list[Any], run: 
     compare((dict(model.state_dict()), moments), (wanted.parameters, wanted.moments))
     assert {float(one["step"]) for one in optimizer.state.values()} == {STEPS}
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-2 / (1 + STEPS))
+
+
+def test_it_trains_in_mixed_precision_as_by_its_own_strategy(by_rank: list[Any]) -> None:
+    """But for roundings to bf16: a layer of the plan is cut in two, whose products are each rounded."""
+    for *_, (theirs, ours) in by_rank:
+        assert len(theirs[0]) == HALF * ACCUMULATION
+        assert ours[0] == [torch.tensor(loss).bfloat16().item() for loss in ours[0]]
+        assert ours[0] == pytest.approx(theirs[0], rel=2**-7)
+        far = {name: float((ours[1][name] - one).abs().max()) for name, one in theirs[1].items()}
+        assert max(far.values()) < 5e-3, far  # a step's learning rate is 2e-2
 
 
 def test_what_cannot_work_is_refused(by_rank: list[Any]) -> None:

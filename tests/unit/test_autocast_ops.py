@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from profiler import autocast
 from profiler.autocast import Autocast
+from profiler.mixed_precision import autocast_forwards
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
@@ -227,3 +230,55 @@ def test_copies_of_weights_are_kept_until_the_context_ends_or_they_are_forgotten
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Ops() as ops:
             functional.linear(weight, weight)
             assert copies(ops) == 2
+
+
+class Small(nn.Module):
+    """A body in fp32, and a head under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.head(x)
+
+
+def source_of(build: Callable[[], nn.Module]) -> ModelSource:
+    return ModelSource("small", build, lambda module, batch: ((torch.randn(batch, 32),), {}), 1)
+
+
+def test_products_are_priced_as_most_weights_are_multiplied() -> None:
+    assert trace_model(source_of(Small)).matmul_precision == "fp32"
+    assert trace_model(source_of(Small), "amp-bf16").matmul_precision == "bf16"
+
+
+def test_no_context_is_left_by_a_forward_that_is_interrupted() -> None:
+    class Interrupted(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.is_autocast_enabled("cpu")
+            raise KeyboardInterrupt
+
+    module = Interrupted()
+    undo = autocast_forwards(module, "amp-bf16", "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        module(torch.ones(1, 32))
+    assert not torch.is_autocast_enabled("cpu")
+    undo()
+    assert "forward" not in vars(module)
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="contexts of GPUs are on where there is one")
+@pytest.mark.filterwarnings("ignore:.*autocast", "ignore:CUDA is not available")
+def test_a_context_that_is_off_as_there_is_no_gpu_is_named() -> None:
+    class Decorated(Small):
+        @torch.autocast("cuda", dtype=torch.bfloat16)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+    assert any("decorator" in note for note in trace_model(source_of(Decorated), device_type="cuda").notes)
+    for quiet in (trace_model(source_of(Small), device_type="cuda"), trace_model(source_of(Decorated))):
+        assert not any("decorator" in note for note in quiet.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -184,3 +185,53 @@ def test_counters_that_decide_nothing_change_nothing() -> None:
     with_counter = trace_model(source("cache", Idle(), 1))
     assert not any("in some steps" in note for note in with_counter.notes)
     assert with_counter.left_bytes(3) == LAYERS * 3 * BYTES
+
+
+class Counting(nn.Module):
+    """Makes as much as a number says, which goes on by `more` in every step."""
+
+    def __init__(self, more: int, held: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.more, self.held = nn.Linear(WIDTH, WIDTH), more, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held["seen"] += self.more
+        y: Tensor = self.layer(x) + torch.ones(self.held["seen"], 1, device=x.device).mean()
+        return y.pow(2).mean()
+
+
+@pytest.mark.parametrize("more", [1, 4])
+def test_what_grows_is_no_counter(more: int) -> None:
+    """It would be put to a million, and the step that made as much be taken for the heaviest."""
+    model = ModelSource(
+        "grows", lambda: Counting(more, {"seen": 0}), lambda _, batch: ((torch.randn(batch, WIDTH),), {}), 1
+    )
+    graph = trace_model(model)
+    assert max(call.forward_peak_bytes(1) for call in graph.calls) < 64 * 1024
+    assert not any("in some steps" in note for note in graph.notes)
+
+
+def test_counters_of_the_user_are_as_before() -> None:
+    """What cannot be copied is the user's own in a trace, and what holds it."""
+
+    class Third(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.held["seen"] += 1
+            y: Tensor = self.layer(x)
+            return (y if self.held["seen"] % 3 else torch.cat([y] * 8).tanh()).pow(2).mean()
+
+    held = {"seen": 0, "lock": Lock()}
+    with torch.device("meta"):
+        module = Third(1, held)
+    graph = trace_model(ModelSource("thirds", lambda: module, lambda _, batch: ((torch.randn(batch, WIDTH),), {}), 1))
+    assert any("in some steps" in note for note in graph.notes)
+    assert held["seen"] < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+def test_counters_of_few_bits_are_no_fault(dtype: torch.dtype) -> None:
+    class Few(Number):
+        def begin(self, module: Any) -> None:
+            module.register_buffer("step", torch.zeros((), dtype=dtype))
+
+    assert any("in some steps" in note for note in trace_model(source(KINDS[0], Few(), 3)).notes)

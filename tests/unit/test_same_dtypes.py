@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from profiler.mixed_precision import inputs_cast
+from profiler.mixed_precision import computing_in
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 from profiler.trace.trace_errors import ModelError
@@ -46,7 +46,7 @@ OF_TORCH = {
 def a_real_step(form: str, *, casts: bool) -> None:
     model = Meets(form, casts=casts)
     model.linear.to(torch.bfloat16)
-    with inputs_cast(model, "bf16"):
+    with computing_in(model, "bf16", "cpu"):
         model(torch.ones(2, 8)).backward()
 
 
