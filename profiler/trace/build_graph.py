@@ -231,9 +231,11 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
     ends = [(record.module_end, record.block_end) for record in records]
     forward, backward = [record.forward for record in records], [record.backward for record in records]
     ran_back = any(tally.events for tally in backward)
+    ended = _instant([record.ended for record in records], backward, sizes) or Affine()
+    passed = saved if ran_back or saved != Affine() else ended  # some calls only hand on a gradient
 
     def start(values: Sequence[int | None], tallies: Sequence[Tally]) -> Affine:
-        return _instant(values, tallies, sizes) or saved
+        return _instant(values, tallies, sizes) or passed
 
     return CallMemory(
         **_opening([record.opening for record in records if record.opening], sizes),
@@ -245,10 +247,10 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         module_forward_peak_bytes=_peak(forward, [slice(module.inside) for module, _ in ends], sizes),
         rest_forward_peak_bytes=_peak(forward, [_between(module, block) for module, block in ends], sizes),
         tail_forward_peak_bytes=_peak(forward, [_between(block) for _, block in ends], sizes),
-        backward_peak_bytes=_peak(backward, always, sizes) if ran_back else saved,
+        backward_peak_bytes=_peak(backward, always, sizes) if ran_back else passed,
         module_backward_peak_bytes=_peak(backward, [slice(module.reached, None) for module, _ in ends], sizes)
         if ran_back
-        else saved,
+        else passed,
         rest_backward_peak_bytes=_peak(
             backward, [slice(block.reached, module.reached) for module, block in ends], sizes
         ),
@@ -256,7 +258,7 @@ def _memory(records: Sequence[CallRecord], charges: Sequence[Charge], sizes: Siz
         backward_start_bytes=start([tally.events[0] if tally.events else None for tally in backward], backward),
         rest_backward_start_bytes=start([block.arrived for _, block in ends], backward),
         module_backward_start_bytes=start([module.arrived for module, _ in ends], backward),
-        backward_end_bytes=_instant([record.ended for record in records], backward, sizes) or Affine(),
+        backward_end_bytes=ended,
         module_backward_end_bytes=_instant([record.module_ended for record in records], backward, sizes) or Affine(),
     )
 

@@ -170,3 +170,30 @@ def test_a_module_that_begins_with_a_layer_inside_is_reduced_with_its_input_grad
     for batch in (1, 2, 4):
         plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=batch)
         assert -0.002 <= compare(plan, source, graph, machine).error <= 0.05, batch
+
+
+class Around(nn.Module):
+    """Owns weights that it multiplies with before a layer inside, after it, or both, and a residual connection."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.layer = where, nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = (nn.Parameter(torch.randn(one) / 8) for one in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, STEPS, WIDTH) -> the same."""
+        y = x @ self.up @ self.down if self.where != "after" else x
+        y = self.layer(y)
+        return x + (y @ self.up @ self.down if self.where != "before" else y)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "both"])
+@pytest.mark.parametrize("strategy", some(["hierarchical", "shard", "shard_grad", "owner", "replicate"], 2, first=0))
+def test_a_module_that_ends_with_a_layer_inside_is_gathered_with_its_output_gradient(strategy: str, where: str) -> None:
+    """That was once taken for nothing, as the module itself has no backward after that layer's: 3.9 % too low."""
+    inputs = lambda _, batch: ((torch.randn(batch, STEPS, WIDTH),), {})  # noqa: E731
+    source = ModelSource("around", lambda: nn.Sequential(*(Around(where) for _ in range(3))), inputs, 1)
+    graph, machine = trace_model(source, "fp32"), cluster(2, 2)
+    for batch in (1, 4):
+        plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=batch)
+        assert -0.004 <= compare(plan, source, graph, machine).error <= 0.05, batch
