@@ -1,4 +1,4 @@
-"""What the runtime asks of autograd and functorch beyond what PyTorch documents; checked on torch 2.13."""
+"""What the runtime asks of autograd, functorch and the compiler that is not documented; checked on torch 2.13."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +26,11 @@ def around_backward(context: Callable[[Sequence[Any], Sequence[Any]], AbstractCo
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_exporting() -> bool:
+    """Whether torch.export runs; `torch.compiler.is_exporting` says so of every compilation before torch 2.13."""
+    return cast(Any, torch.compiler)._is_exporting_flag  # type: ignore[no-any-return]
 
 
 def unchanged(tensor: Tensor) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from profiler.errors import OsdpError
 from profiler.nested_tensors import tensors_in
-from runtime.autograd_compat import in_backward, is_differentiated, without_transforms
+from runtime.autograd_compat import in_backward, is_differentiated, is_exporting, without_transforms
 from runtime.local_shards import LocalShard
 from runtime.module_outputs import refuse_double_backward
 from runtime.sharded_model import ShardedModel
@@ -276,7 +276,7 @@ class Accumulation:
     def _check_registered(self) -> None:
         """Raise OsdpError where modules would not compute with what somebody has put in the places of parameters."""
         if not self.sharded.schedule.by_ddp:
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise OsdpError("torch.export takes no sharded model", expected="a plain module", advice=TO_TRACE)
             self.sharded.check_registered()
             if is_differentiated():
