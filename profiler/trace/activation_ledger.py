@@ -225,7 +225,7 @@ class Ledger:
     def end(self) -> None:
         """Note that all backward is over, if there was any."""
         self._end()
-        self.calls[0].ended = self._bytes  # that of others may be over later
+        self.calls[0].ended = self._bytes if self.in_backward else None  # that of others may be over later
         for call, after in reversed([*pairwise(self.calls)]):
             if call.ended is None:  # it has no backward of its own: a module around others which begins with one
                 call.ended = call.module_ended = after.ended
