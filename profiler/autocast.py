@@ -83,6 +83,7 @@ class Autocast:
 
     def __init__(self, device_type: str, stand_in_type: str) -> None:
         self.device_type = device_type
+        self._is_there = device_type == "cpu" or torch.cuda.is_available()
         self._types, self._name = (device_type, stand_in_type), _STAND_INS[device_type]
         self.asked = dict[torch.dtype, None]()
         """Dtypes of contexts that have been entered, in order."""
@@ -119,7 +120,7 @@ class Autocast:
         def entered(context: Any) -> Any:
             if context.device == self.device_type:
                 context.device = self._name
-                self.is_off |= not context._enabled and context not in self._made and self.device_type == "cuda"
+                self.is_off |= not context._enabled and context not in self._made and not self._is_there
                 if context._enabled:
                     _register(self.device_type)
                     self.asked[context.fast_dtype] = None
@@ -201,13 +202,12 @@ class Autocast:
 
     def treat(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Run an op as it runs where autocast is on."""
-        device_type, name = self._types[0], op._name
-        by_dtype, other = name in _BY_DTYPE[device_type], _OTHER_OVERLOADS.get(name)
-        if name in _LOWER[device_type]:
+        kind, name, other = self.device_type, op._name, _OTHER_OVERLOADS.get(op._name)
+        if name in _LOWER[kind]:
             dtype = torch.get_autocast_dtype(self._name)
-        elif name in _WIDEST[device_type]:
+        elif name in _WIDEST[kind]:
             dtype = self._widest((args, kwargs))
-        elif by_dtype or (other and device_type == "cuda"):
+        elif other or name in _BY_DTYPE[kind]:
             return self._in_fp32(getattr(op.overloadpacket, other) if other else op, op, args, kwargs)
         else:
             dtype = torch.float32

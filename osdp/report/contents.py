@@ -170,7 +170,7 @@ def _report(
         plans=plans,
         model=_model(graph, plans[0].plan),
         cluster=_cluster(cluster),
-        rates=rates(cluster, plans[0].plan.model.precision),
+        rates=rates(cluster, plans[0].plan.model),
         sources=tuple(Source(name, value, source_kind(text), text) for name, value, text in figures_of(cluster)),
         notes=graph.notes,
         how=how,

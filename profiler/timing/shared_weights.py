@@ -6,7 +6,7 @@ parameter over storage that all modules of the same class with the same shapes h
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,8 +60,6 @@ def shared_weights(
     dtypes = resting_dtypes(module, precision, master_weights)
     storages = _Storages(device, {id(named[name]): dtype.compute for name, dtype in dtypes.items()})
     buffers = dict[int, Tensor]()
-    hooks = ExitStack()
-    hooks.enter_context(computing_in(module, precision, device.type))
     try:
         for owner, parameters, registered in before:
             for name, parameter in parameters.items():
@@ -73,9 +71,9 @@ def shared_weights(
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = _copy(buffer, device)
                     owner._buffers[name] = buffers[id(buffer)]
-        yield storages.made
+        with computing_in(module, precision, device.type):
+            yield storages.made
     finally:
-        hooks.close()
         for owner, parameters, registered in before:
             owner._parameters.clear()
             owner._parameters.update(parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 
 from torch import nn
 from torch.jit import last_executed_optimized_graph  # type: ignore[attr-defined]
@@ -241,7 +242,8 @@ class _Runner:
         before = counters_of(self._module, (data := self._device.data).values)
         if is_as_before and not before.tensors:
             return None
-        self._run_once(size)
+        run = partial(self._run_once, size, None, None, Recompute.NOTHING, None, alike=False)
+        run()
         changed = before.changed(counters_of(self._module, data.values), was_read=data.reads_known)
         if not changed:
             return None
@@ -250,12 +252,12 @@ class _Runner:
             start = self._start or counters_of(self._module, data.values).among(changed)
             self._left = ()  # what other steps have left is not counted: only a step that makes it anew has it
             with suppress(OsdpError):  # a counter may be an index, and no layer may get a gradient
-                tried = self._run_once(size)
+                tried = run()
                 kinds[tried.live, tried.left.bytes] = start
             if len(kinds) == FOLLOWING:  # each step makes more than the one before: it is no counter
                 break
         self._start = None
-        if len(kinds) in (1, FOLLOWING):
+        if len(kinds) < 2 or len(kinds) == FOLLOWING:
             changed.put(data.values)
             return None
         by_live = [kinds[kind] for kind in sorted(kinds, reverse=True)]
@@ -409,14 +411,7 @@ class _Runner:
         return found
 
     def _run_once(
-        self,
-        size: int,
-        kept: Pass | None = None,
-        replay: Replay | None = None,
-        how: Recompute = Recompute.NOTHING,
-        bounded: Pass | None = None,
-        *,
-        alike: bool = False,
+        self, size: int, kept: Pass | None, replay: Replay | None, how: Recompute, bounded: Pass | None, *, alike: bool
     ) -> Pass:
         device, module, samples = self._device, self._module, size * (1 if alike else self.finer)
         device.data.begin(size / SIZES[0], alike=alike)

@@ -210,8 +210,8 @@ def _notes_on_running(graph: ModelGraph, rerun: Collection[str], *, autocast_is_
         yield f"{what}: {names}"
     if autocast_is_off:
         yield (
-            "a torch.autocast that was made before the trace is off, as those of GPUs are where PyTorch finds none: "
-            "plan where there is a GPU, or make it in the forward, not as a decorator"
+            "a torch.autocast that was made before the trace is off, on purpose or as PyTorch finds no GPU here: if it "
+            "is to be on, plan where there is a GPU, or make it in the forward, not as a decorator"
         )
 
 

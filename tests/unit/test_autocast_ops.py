@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rehearsals import plan_of
+from synthetic import cluster
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from osdp.autocast_room import refuse_fp16
+from osdp.cli.reports.figures import rates
+from osdp.zoo import load_cluster
+from planner.plan import model_ref
 from profiler import autocast
 from profiler.autocast import Autocast
+from profiler.errors import OsdpError
 from profiler.mixed_precision import autocast_forwards
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
@@ -282,3 +290,26 @@ def test_a_context_that_is_off_as_there_is_no_gpu_is_named() -> None:
     assert any("decorator" in note for note in trace_model(source_of(Decorated), device_type="cuda").notes)
     for quiet in (trace_model(source_of(Small), device_type="cuda"), trace_model(source_of(Decorated))):
         assert not any("decorator" in note for note in quiet.notes)
+
+
+def test_losses_that_nothing_scales_are_refused() -> None:
+    """In fp16, whose gradients may be too small for it."""
+    for precision, refused in (("fp32", False), ("bf16", False), ("amp-bf16", False), ("amp-fp16", True)):
+        graph, machine = trace_model(source_of(Small), precision), cluster(2, 2)
+        plan = plan_of(graph, machine, {one.name: "shard" for one in graph.operators}, micro_batch=1)
+        with pytest.raises(OsdpError, match="scale") if refused else nullcontext():
+            refuse_fp16(plan, "Lightning")
+
+
+@pytest.mark.parametrize(("machine", "rate"), [("titan-rtx-8", "fp32"), ("h100-8", "bf16")])
+def test_reports_name_the_rate_of_products(machine: str, rate: str) -> None:
+    """A card without bf16 has none for what a model asks for itself."""
+
+    class Asks(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return self.head(self.body(x))
+
+    graph = trace_model(source_of(Asks))
+    assert graph.autocast == "bf16"
+    assert rates(load_cluster(machine), model_ref(graph)).startswith(f"{rate} ")

@@ -14,6 +14,7 @@ from thoroughness import drawn_numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from profiler.errors import OsdpError
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 
@@ -235,3 +236,17 @@ def test_counters_of_few_bits_are_no_fault(dtype: torch.dtype) -> None:
             module.register_buffer("step", torch.zeros((), dtype=dtype))
 
     assert any("in some steps" in note for note in trace_model(source(KINDS[0], Few(), 3)).notes)
+
+
+def test_a_model_that_cannot_go_on_is_refused() -> None:
+    """Where every step that is tried fails, as of a counter that is an index."""
+
+    class Index(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.held["seen"] += 1
+            y: Tensor = [self.layer, self.layer][self.held["seen"] - 1](x)
+            return y.pow(2).mean()
+
+    model = ModelSource("index", lambda: Index(1, {"seen": 0}), lambda _, batch: ((torch.randn(batch, WIDTH),), {}), 1)
+    with pytest.raises(OsdpError, match="IndexError"):
+        trace_model(model)

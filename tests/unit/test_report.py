@@ -37,6 +37,7 @@ from planner.analysis.explain import OpenPlan, find_target, open_plan
 from planner.cost.workload import Workload
 from planner.options.candidates import StageDecision
 from planner.options.search_space import Space
+from planner.plan import ModelRef
 from planner.pricing import fixed, make_plan
 from planner.search.baselines import baselines
 from planner.search.search import Found
@@ -421,8 +422,9 @@ def test_every_figure_of_a_cluster_is_counted() -> None:
 
 
 def test_rates_name_their_sources() -> None:
-    assert rates(sourced(), "fp32") == (
+    model = ModelRef("a model", "0", 1, 1, "fp32")
+    assert rates(sourced(), model) == (
         "fp32 10 TFLOP/s (assumed) at 100% (assumed), memory 600 GB/s (assumed), link 10 GB/s (assumed), "
         "communication overlaps (assumed)"
     )
-    assert "between nodes 1 GB/s (assumed)" in rates(sourced(nodes=2), "fp32")
+    assert "between nodes 1 GB/s (assumed)" in rates(sourced(nodes=2), model)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from planner.plan import ModelRef
 from profiler.byte_sizes import format_bytes
 from profiler.cluster.cluster import Cluster, Link
 from profiler.cluster.figure import Figure
@@ -81,14 +82,14 @@ def assumed_of(cluster: Cluster) -> list[str]:
     return [name for name, _, source in figures_of(cluster) if source_kind(source) == "assumed"]
 
 
-def rates(cluster: Cluster, precision: str) -> str:
-    """Return the rates that the predicted times rest on, each with the kind of its source."""
+def rates(cluster: Cluster, model: ModelRef) -> str:
+    """Return the rates that the predicted times of a model rest on, each with the kind of its source."""
     device = cluster.device
 
     def sourced(text: str, figure: Figure) -> str:
         return f"{text} ({source_kind(figure.source)})"
 
-    name = device.rate_name(precision)
+    name = device.rate_name(model.autocast) or device.rate_name(model.precision)
     peak, efficiency = device.matmul_flops_per_s[name], device.efficiency(name)
     matmul = sourced(f"{name} {format_rate(peak.value, 'FLOP/s')}", peak)
     parts = [

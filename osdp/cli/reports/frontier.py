@@ -30,7 +30,7 @@ def print_frontier(console: Console, rows: Sequence[FrontierRow], around: Circum
     console.print(
         f"Frontier of {plan.model.name} on {cluster.name}, {cluster.nodes} x {cluster.gpus_per_node} "
         f"{cluster.device.name}{note}; {plan.model.precision}, {plan.optimizer}. All figures are predicted; "
-        f"{rates(cluster, plan.model.autocast or plan.model.precision)}."
+        f"{rates(cluster, plan.model)}."
     )
     if is_derived(cluster):
         console.print(f"Assumed: {', '.join(assumed_of(cluster))}.")

@@ -104,7 +104,7 @@ def _header(planned: Planned, around: Circumstances) -> Table:
         table.add_row("imbalance", _waits(plan.waits))
     if plan.asked.pins:
         table.add_row("pinned", ", ".join(plan.asked.pins))
-    table.add_row("rates", rates(cluster, plan.model.autocast or plan.model.precision))
+    table.add_row("rates", rates(cluster, plan.model))
     table.add_row("sources", f"cluster: {sources_of(cluster)}; model: counted while tracing it")
     if cluster.launch is None and device.kind == "cuda":
         table.add_row("not counted", "what the host takes to launch kernels: the cluster file has no `launch` figures")
