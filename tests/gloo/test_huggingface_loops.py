@@ -267,6 +267,66 @@ def adapters(rank: int, names: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"ends": ends, "logs": logs, "first": first}
 
 
+def in_autocast(rank: int, names: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Train in bf16 by plans whose forward runs under autocast, by both loops; return the ends, and those by hand."""
+    from osdp import OSDP
+    from osdp.integrations.accelerate import OsdpAccelerator
+    from osdp.integrations.transformers import OsdpTrainer
+
+    told = {"precision": "amp-bf16", "micro_batch": 2, "optimizer": "sgd", "pins": MIXED["accelerate_loop"]}
+    adder, decoder = names["accelerate_loop"], names["transformers_trainer"]
+    forget_accelerate()
+    accelerator = OsdpAccelerator(cpu=True, mixed_precision="bf16")
+    data = adder["samples"](4 * RANKS, 7)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model = OSDP(adder["build"](), told)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"accelerate": (model.full_state_dict(), _in_autocast_by_hand(adder["build"](), data, 0.5))}
+
+    told |= {"pins": MIXED["transformers_trainer"]}
+    model = OSDP(decoder["build"](), told, example_inputs=decoder["example_inputs"])
+    options = {"max_steps": 4, "learning_rate": 0.5, "optim": "sgd", "max_grad_norm": 0.0, "bf16": True}
+    OsdpTrainer(model, arguments(folder, **options), train_dataset=decoder["samples"](16)).train()
+    found["transformers"] = (
+        model.full_state_dict(),
+        _in_autocast_by_hand(decoder["build"](), decoder["samples"](16), 0.5),
+    )
+    return found
+
+
+def _in_autocast_by_hand(model: Any, data: Any, lr: float) -> list[dict[str, Tensor]]:
+    """Return the parameters before, and after steps of a batch of two samples on each rank, with autocast and without.
+
+    A rank's batch is a product of its own, whose gradient is rounded before the ranks' mean.
+    """
+    start, ends = {name: one.clone() for name, one in model.state_dict().items()}, []
+    for enabled in (True, False):
+        model.load_state_dict(start)
+        for first in range(0, len(data), 2 * RANKS):
+            for one in (first, first + 2):
+                batch = {key: torch.stack([data[one][key], data[one + 1][key]]) for key in data[one]}
+                share = _learnt(data[one : one + 2]) / _learnt(data[first : first + 2 * RANKS])
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    loss = model(**batch)["loss"] * share
+                loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= lr * parameter.grad
+                    parameter.grad = None
+        ends.append({name: one.clone() for name, one in model.state_dict().items()})
+    return [start, *ends]
+
+
+def _learnt(picked: list[dict[str, Tensor]]) -> int:
+    """Return how many labels the loss is a mean over: digits' sums, or tokens after the first."""
+    return sum(int((one["labels"].reshape(-1)[int(one["labels"].dim()) :] != -100).sum()) for one in picked)
+
+
 def trainer_refusals(names: dict[str, Any], folder: Path) -> list[str]:
     """Return what a Trainer says of what cannot work."""
     from osdp import OSDP
@@ -374,6 +434,7 @@ def loops(rank: int, folder: Path) -> dict[str, Any]:
     found["best"] = best_of_three(rank, decoder, folder / "best")
     found["own"] = own_loss(rank, adder, folder / "own")
     found["adapters"] = adapters(rank, decoder, folder / "adapters")
+    found["autocast"] = in_autocast(rank, names, folder / "autocast")
     found["documented"] = documented(names, folder)
     found["refusals"] = trainer_refusals(decoder, folder / "refused"), accelerate_details(rank, adder, folder)
     return found
@@ -430,6 +491,18 @@ def test_adapters_resume_from_a_checkpoint_of_what_is_trained_alone(told: list[d
     assert found["logs"][1] == pytest.approx(found["logs"][0], abs=5e-3)
     assert len(found["logs"][0]) == 4
     assert found["logs"][0][0] == pytest.approx(found["first"], rel=5e-3)
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "transformers"])
+def test_plans_with_autocast_train_as_one_process_with_autocast(loop: str, told: list[dict[str, Any]]) -> None:
+    """Within 0.2 % of how far training moves them; without autocast they end farther away, so that it is seen."""
+    found, (start, wanted, in_fp32) = told[0]["autocast"][loop]
+    seen = 0.0
+    for name, one in found.items():
+        moved = max(1e-3, float((wanted[name] - start[name]).abs().max()))
+        assert float((one - wanted[name]).abs().max()) < 2e-3 * moved, name
+        seen = max(seen, float((in_fp32[name] - wanted[name]).abs().max()) / moved)
+    assert seen > 5e-3
 
 
 def test_the_page_shows_what_runs(told: list[dict[str, Any]]) -> None:
