@@ -4,7 +4,7 @@ What every rank does by itself ends with an agreement on whether it succeeded: i
 raise its error, and none waits for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 from profiler.parameter_memory import shared_memory
-from profiler.trace.trace import trace_model
+from profiler.trace.trace import run_by_some, trace_model
 from runtime.compile_plan import compile_plan
 from runtime.deferred_init.deferred_init import is_meta
 from runtime.failures.rank_agreement import Agreement, agree, from_rank_0
@@ -51,13 +51,16 @@ def prepare(
     check_process_group()
     traces: list[_Traced] = []
 
-    def trace() -> bool:
+    def trace() -> tuple[bool, tuple[str, ...]]:
         traces.append(_trace(model, description, device_info, example_inputs))
-        return isinstance(traces[0].wish, Plan)
+        return isinstance(traces[0].wish, Plan), traces[0].graph.running if traces[0].graph.world_size else ()
 
-    if len(set(Agreement.all().gather("trace the model", trace))) > 1:
+    given, running = zip(*Agreement.all().gather("trace the model", trace), strict=True)
+    if len(set(given)) > 1:
         raise OsdpError("some ranks were given a plan and some were not", advice="give every rank the same description")
     traced = traces[0]
+    left_out = *traced.graph.left_out, *run_by_some(running)
+    traced = replace(traced, graph=replace(traced.graph, left_out=left_out))
     if isinstance(wish := traced.wish, Plan):
         plan = wish
     else:  # rank 0's on every rank: a search within a time limit need not end alike everywhere
@@ -80,7 +83,7 @@ def _check_all_run(graph: ModelGraph) -> None:
     if graph.left_out:
         first = graph.left_out[0]
         what = f"ranks would wait for each other where one of them leaves out `{first}`"
-        got = f"{len(graph.left_out)} operators that only run if data or random numbers decide so"
+        got = f"{len(graph.left_out)} operators that only run if data, random numbers or the rank decide so"
         advice = (
             "run each on no rows where nothing chooses it (for expert in self.experts: expert(x[rows])), leave "
             "out none at random (layerdrop=0) or multiply what a layer adds by 0, or replicate everything: "
@@ -129,7 +132,7 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         cluster = cluster_of_plan(wish, device_info)
         source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
         ref, settings = wish.model, (wish.micro_batch, wish.model.master_weights, wish.asked.expert_imbalance)
-        graph = trace_model(source, ref.precision, cluster.device.kind, *settings)
+        graph = trace_model(source, ref.precision, cluster.device.kind, *settings, cluster.world_size)
         check_parameters(wish, graph)
         return _Traced(graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
@@ -141,5 +144,6 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     request = Request(limit_bytes, *asked, default_headroom(cluster), roomier_headroom(cluster), **options)
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
-    graph = trace_model(source, wish.precision, cluster.device.kind, wish.micro_batch, master_weights, imbalance)
+    asked_of_trace = wish.micro_batch, master_weights, imbalance, cluster.world_size
+    graph = trace_model(source, wish.precision, cluster.device.kind, *asked_of_trace)
     return _Traced(graph, cluster, request)

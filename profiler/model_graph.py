@@ -422,7 +422,7 @@ class ModelGraph:
     buffers: tuple[Parameter, ...] = ()
     """Buffers and tensors in plain attributes, which every rank holds whole, as parameters that are not trained."""
     left_out: tuple[str, ...] = ()
-    """Operators that a forward leaves out if data decides so, as experts that get no tokens."""
+    """Operators that a forward leaves out if data decides so, as experts that get no tokens, or the rank."""
     written: tuple[str, ...] = ()
     """Parameters that a step of the model itself changes: where they are sharded, it changes copies of them."""
     held_elsewhere: tuple[str, ...] = ()
@@ -433,6 +433,9 @@ class ModelGraph:
 
     autocast: str = ""
     """Dtype that `torch.autocast` has products compute in, `bf16` or `fp16`; empty: no forward asks for it."""
+
+    world_size: int = 0
+    """Ranks that collectives of the model's own were traced over; 0: it runs none, and the graph is right for any."""
 
     left_bytes: Affine = Affine()
     """What outlives a step in the model otherwise than in buffers, as states for the next one, attention maps to look
@@ -445,6 +448,11 @@ class ModelGraph:
     def held_whole(self) -> tuple[Parameter, ...]:
         """What every rank holds whole, whatever the plan."""
         return self.outside + self.buffers
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the operators that run."""
+        return tuple(dict.fromkeys(self.operators[call.operator].name for call in self.calls))
 
     @cached_property
     def numel(self) -> int:

@@ -35,6 +35,8 @@ HOW_MADE = {"_is_hf_initialized", "name_or_path"}
 """What transformers notes on a module of how it was made, such as a temporary file that each rank has another of."""
 UNTOLD = "", 1.0
 """Master weights and imbalance of experts of a trace that is told neither."""
+BY_EACH = "is_traced_by_each_rank"
+"""Attribute of models that run collectives, so that their graphs depend on the number of ranks, and on the rank."""
 FAILED, TRACE_TIMEOUT = b"failed", timedelta(seconds=60)
 """What ranks find in place of a graph where the rank that traced it failed, and how long they wait for either."""
 
@@ -95,10 +97,10 @@ def trace_once(
     source: ModelSource, precision: str = "fp32", device_type: str = "cpu", micro_batch: int | None = None, *others: Any
 ) -> ModelGraph:
     """Stand in for `trace_model`, which takes most of the time of a small model."""
-    if device_type != "cpu":
+    if device_type != "cpu" or (isinstance(source, Known) and hasattr(source.live, BY_EACH)):
         source = source.copied() if isinstance(source, Known) else source
         return trace_model(source, precision, device_type, micro_batch, *others)
-    settings = precision, device_type, None, *others, *UNTOLD[len(others) :], source.sequence_length
+    settings = precision, device_type, None, *others[:2], *UNTOLD[len(others) :], source.sequence_length
     if isinstance(source, Known):
         copied, given = source.copied, (precision, device_type, micro_batch, *others)
         return graph_once(source.live, source.name, settings, lambda: trace_model(copied(), *given))

@@ -62,6 +62,7 @@ class TraceSettings:
     micro_batch: int | None = None
     master_weights: str = ""
     expert_imbalance: float = 1.0
+    world_size: int | None = None
 
     def trace(self, source: ModelSource) -> Traced:
         """Trace a model; raises OsdpError."""
@@ -69,7 +70,7 @@ class TraceSettings:
 
         began_s = time.perf_counter()
         asked = self.precision, self.device_type, self.micro_batch, self.master_weights, self.expert_imbalance
-        graph = trace_model(source, *asked)
+        graph = trace_model(source, *asked, self.world_size)
         return Traced(graph, time.perf_counter() - began_s)
 
 
@@ -88,20 +89,22 @@ class NamedModel:
 
     def traced(self, settings: TraceSettings) -> Traced:
         """Return the model's graph, which came with OSDP, was kept or is traced now; raises OsdpError."""
-        # A trace that no micro-batch was named for, if there is one, is right for each.
-        of_any = replace(settings, micro_batch=None)
+        # A trace that no micro-batch was named for, if there is one, is right for each; where no collective ran, it is
+        # right for any number of ranks.
+        of_any = replace(settings, micro_batch=None, world_size=None)
         if of_any == TraceSettings(settings.precision, DEVICE_TYPE):
             graph = zoo_graph(self.name, self.sequence_length, settings.precision)
             if graph is not None:
                 return Traced(graph, None)
-        paths = [self._path(one) for one in dict.fromkeys((of_any, settings))]
-        for path in paths:
+        of_any_ranks = replace(settings, world_size=None)
+        for path in map(self._path, dict.fromkeys((of_any, of_any_ranks, settings))):
             with suppress(OsdpError):
                 if path is not None:
                     return Traced(_kept(path), None)
         traced = settings.trace(self.load())
-        if paths[-1] is not None:
-            _keep(paths[-1], traced.graph)
+        path = self._path(settings if traced.graph.world_size else of_any_ranks)
+        if path is not None:
+            _keep(path, traced.graph)
         return traced
 
     def _path(self, settings: TraceSettings) -> Path | None:

@@ -72,7 +72,7 @@ def reopen(plan: Plan, model: str | None = None, cluster: str | None = None) -> 
         text = f"the figures of the cluster {target.name} have changed since the plan was made, so predictions differ"
         warnings.warn(text, stacklevel=2)
     ref = plan.model
-    asked = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance
+    asked = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance, target.world_size
     traced = source.traced(TraceSettings(ref.precision, target.device.kind, *asked))
     return open_plan(plan, traced.graph, target)
 

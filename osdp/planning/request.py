@@ -215,7 +215,7 @@ def trace(source: ModelSource | NamedModel, cluster: Cluster, request: Request, 
     # Raises for an unknown precision or optimizer before the trace takes its seconds.
     Workload(cluster, request.optimizer, request.precision, micro_batch=1)
     progress(f"tracing {source.name}", 0.0)
-    asked = request.micro_batch, request.master_weights, request.expert_imbalance
+    asked = request.micro_batch, request.master_weights, request.expert_imbalance, cluster.world_size
     settings = TraceSettings(request.precision, cluster.device.kind, *asked)
     return source.traced(settings) if isinstance(source, NamedModel) else settings.trace(source)
 

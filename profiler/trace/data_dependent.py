@@ -48,6 +48,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from profiler.errors import OsdpError
+from profiler.simulated_ranks import NAMESPACES
 from profiler.trace import elementwise
 from profiler.trace.data_checks import passing_value
 from profiler.trace.even_draws import EvenDraws, spread
@@ -89,6 +90,7 @@ class DataDependent:
         """Whether a forward has drawn, and then read numbers of tensors that are known."""
         self.reads_known = False
         """Whether any forward has read such numbers."""
+        self.runs_collectives = False
         self.is_building = False
         """Whether the model is being built: constructors may compare weights, of which no trace knows the values."""
 
@@ -124,6 +126,10 @@ class DataDependent:
         out: Any,
     ) -> None:
         """Note what is known, or assumed, of the outputs of `out = op(*args, **kwargs)`, and of what it wrote into."""
+        if dependence.is_collective:
+            self.runs_collectives = True
+            self.values.exchange(op, args, out)
+            return
         known = self.values.follow(op, dependence.effects, args, kwargs, tensors, out)
         if not known and dependence.assume is not None:
             dependence.assume(self, out, *args, **kwargs)
@@ -256,13 +262,14 @@ class Dependence:
     effects: Effects
     assume: Callable[..., None] | None
     """What assumes values of its output, if those do not follow: (what follows, output, *arguments) -> None."""
+    is_collective: bool
 
 
 @cache
 def dependence_of(op: OpOverload) -> Dependence:
     """Return how an op depends on data."""
     asks = op in _WITHOUT_META or bool(DATA_TAGS & set(op.tags))
-    return Dependence(asks, effects_of(op), _ASSUMED.get(op))
+    return Dependence(asks, effects_of(op), _ASSUMED.get(op), op.namespace in NAMESPACES)
 
 
 # The meta kernel of grouped_mm takes bfloat16 only; the others have none.

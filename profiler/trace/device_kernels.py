@@ -12,6 +12,7 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
 - packed sequences: plain products of every step (`profiler.trace.packed_sequences`), but of a CPU's LSTM.
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
 - batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much.
+- collectives of the model's own that take lists: what backends allocate beside them (`profiler.simulated_ranks`).
 - batch norm: CPUs take an image of one pixel to be in rows, others go by its strides, so that what is made of the
   result may have its channels last.
 - group norm: CPUs take images with their channels last as they are, others make a copy that is laid out in rows.
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
 from profiler.recurrent_layers import CELLS, recurrent
+from profiler.simulated_ranks import in_one_piece, objects_alike
 from profiler.trace.packed_sequences import as_padded, pad, recurrent_packed
 from profiler.trace.shapes import channels_last_format
 
@@ -61,9 +63,12 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
         chosen["dropout"] = _masked_dropout
     # What batch norm keeps is as large, whether ranks exchange its statistics or not; on a CPU they cannot.
     alone = patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
-    with torch.library._scoped_library("aten", "IMPL") as library, alone:
+    scoped = torch.library._scoped_library
+    with scoped("aten", "IMPL") as library, scoped("c10d", "IMPL") as collectives, alone, objects_alike():
         for name, kernel in chosen.items():
             library.impl(name, kernel, key)
+        for name, kernel in in_one_piece().items():
+            collectives.impl(name, kernel, key)
         yield
 
 

@@ -25,7 +25,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
+from profiler.simulated_ranks import exchanged, repeated
+
 CPU = torch.device("cpu")
+Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
+"""Of a tensor: dtype, shape, strides, offset, and the bytes of its storage."""
 
 
 class Contents:
@@ -174,6 +178,15 @@ class KnownValues:
                 self.forget(tensor)
         return known
 
+    def exchange(self, op: OpOverload, args: Sequence[Any], out: Any) -> None:
+        """Note what is known after a collective of ranks that hold the same, which is not run again for its values."""
+        for exchange in exchanged(op, args, out):
+            view = self._view(exchange.source)
+            if view is None or not exchange.is_even:
+                self.forget(exchange.target)
+            else:
+                self._hold(exchange.target, _received(view, exchange.elements, _layout(exchange.target)))
+
     def computed(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
         """Return what an op makes of known values: numbers as they are, tensors without data, unless all come with it.
 
@@ -298,7 +311,12 @@ def _laid_out(
     return storage
 
 
-def _layout(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]:
+def _received(view: View, elements: int, layout: Layout) -> Contents:
+    """Return what a storage of that layout holds which has received the first elements of a view, over and over."""
+    return Contents(lambda: _laid_out(repeated(view.over(view.contents.storage()), elements, layout[1]), *layout))
+
+
+def _layout(tensor: Tensor) -> Layout:
     size_bytes = tensor.untyped_storage().nbytes()
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size_bytes
 

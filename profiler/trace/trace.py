@@ -9,12 +9,14 @@ No tensor has data, nothing is computed, no device is needed.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.jit import ScriptModule
 
@@ -32,6 +34,7 @@ from profiler.model_source import ModelSource
 from profiler.parameter_memory import shared_memory
 from profiler.plain_attributes import unregistered_tensors
 from profiler.reentrant_checkpoints import reentrant_as_others
+from profiler.simulated_ranks import simulated_ranks
 from profiler.trace.affine_fit import SIZES, StepsError
 from profiler.trace.build_graph import assemble, buffer_of
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
@@ -55,6 +58,7 @@ def trace_model(
     micro_batch: int | None = None,
     master_weights: str = "",
     expert_imbalance: float = 1.0,
+    world_size: int | None = None,
 ) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
 
@@ -62,7 +66,9 @@ def trace_model(
     `master_weights` (`fp32`, or empty).  `device_type` (`cpu`, `cuda`) is the type of the device whose attention and
     dropout kernels are assumed.  `micro_batch` is the only one that is of interest, if it is fixed: where costs step
     with it, they are measured there.  `expert_imbalance` is the largest load over the mean of what a router chooses
-    from (`profiler.trace.data_dependent`).  Raises OsdpError for a model that cannot be traced, naming module and op.
+    from (`profiler.trace.data_dependent`).  `world_size` is the number of ranks that collectives of the model's own run
+    over where there is no process group; None: none is made.  Raises OsdpError for a model that cannot be traced,
+    naming module and op.
     """
     asked = (
         ("precision", precision, COMPUTE_DTYPE),
@@ -73,12 +79,28 @@ def trace_model(
         if got not in choices:
             raise OsdpError(f"unknown {what}", got=got, expected=" or ".join(choice for choice in choices if choice))
     settings = _Settings(precision, master_weights, device_type)
-    try:
-        return _trace(source, settings, expert_imbalance, SIZES)
-    except StepsError:
-        if micro_batch is None:
-            raise
-        return _trace(source, settings, expert_imbalance, (micro_batch,))
+
+    def traced(rank: int) -> ModelGraph:
+        with simulated_ranks(world_size, rank):
+            try:
+                return _trace(source, settings, expert_imbalance, SIZES)
+            except StepsError:
+                if micro_batch is None:
+                    raise
+                return _trace(source, settings, expert_imbalance, (micro_batch,))
+
+    graph = traced(0)
+    if graph.world_size < 2 or dist.is_initialized():  # then the other ranks trace as well
+        return graph
+    some = run_by_some([graph.running, traced(graph.world_size - 1).running])
+    notes = (f"run on some ranks only; several ranks cannot run this model: {_listed(some)}",) if some else ()
+    return replace(graph, left_out=(*graph.left_out, *some), notes=(*graph.notes, *notes))
+
+
+def run_by_some(running: Sequence[Collection[str]]) -> tuple[str, ...]:
+    """Return what runs on some ranks only, given the names of the operators that run on each."""
+    counts = Counter(name for names in running for name in names)
+    return tuple(name for name, count in counts.items() if count < len(running))
 
 
 @dataclass(frozen=True)
@@ -198,6 +220,10 @@ def _traced(
         )
     graph = replace(graph, buffers=(*graph.buffers, *kept), notes=(*graph.notes, *notes))
     graph = replace(graph, autocast=autocast.dtype_of(module))
+    if device.data.runs_collectives and dist.is_initialized():
+        ranks = dist.get_world_size()
+        what = f"the model runs collectives itself: memory is as on {ranks} ranks, and their time is in no prediction"
+        graph = replace(graph, world_size=ranks, notes=(*graph.notes, what))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
 

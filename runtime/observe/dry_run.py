@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.errors import OsdpError
 from profiler.fake_devices import modules_converted
 from profiler.garbage_collection import without_garbage_collection
+from profiler.simulated_ranks import NAMESPACES, exchanged, repeated, simulated_ranks
 from runtime.apply_schedule import apply_schedule
 from runtime.fully_shard_compat import few_chunks
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
@@ -145,6 +145,11 @@ def _zeros_at_first() -> Iterator[None]:
 class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
+        if func.namespace in NAMESPACES:
+            for exchange in exchanged(func, args, out):
+                target, source, elements = exchange
+                if exchange.is_even and target.numel() <= _FEW:
+                    target.detach().copy_(repeated(source.detach(), elements, target.shape))
         return out.zero_() if func.name() in _WITHOUT_VALUES else out
 
 
@@ -152,6 +157,10 @@ _WITHOUT_VALUES = frozenset(
     f"aten::{name}" for name in ("empty.memory_format", "empty_like", "empty_strided", "new_empty")
 )
 """Names of ops that make tensors without values."""
+
+
+_FEW = 4096
+"""Elements up to which what is received has values, as lengths that ranks tell each other."""
 
 
 @contextmanager
@@ -194,13 +203,12 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Part
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Be one rank of a process group that sends nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    forget_meshes()
-    try:
-        yield
-    finally:
+    with simulated_ranks(world_size, rank):
         forget_meshes()
-        dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            forget_meshes()
 
 
 class _Optimizer:

@@ -253,7 +253,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op.keeps_storage:
             out = with_kept_storage(func, args, out)
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):  # most, for which this is faster
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
+            if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_wrapper(type(leaf)):
                 self._count(leaf.untyped_storage(), op.name)
         for leaf in tree_leaves((args, kwargs, out)) if op.communicates else ():
             if isinstance(leaf, Tensor) and self.category_of(leaf) == ACTIVATIONS:

@@ -50,6 +50,7 @@ SHARED = frozenset(
         "remembered_attributes",
         "rerun_arguments",
         "selective_recomputation",
+        "simulated_ranks",
     )
 )
 """What the tracer does to a model and the runtime must do alike."""

@@ -169,6 +169,23 @@ def test_a_hugging_face_configuration_is_kept(folder: Path, tmp_path: Path, trac
     assert len(traces) == 2
 
 
+@pytest.mark.parametrize("communicates", [False, True])
+def test_a_graph_of_a_model_that_runs_collectives_is_kept_for_its_ranks(
+    communicates: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: list[str]
+) -> None:
+    """That of another is found for any number of ranks."""
+
+    def traced(source: ModelSource, *settings: Any) -> ModelGraph:
+        return replace(GRAPH, world_size=settings[-1] if communicates else 0)
+
+    monkeypatch.setattr("profiler.trace.trace.trace_model", traced)
+    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))
+    named = NamedModel(f"hf:{tmp_path}", 8)
+    found = [named.traced(replace(FP32, world_size=ranks)).graph.world_size for ranks in (8, 4, 8, 4)]
+    assert found == ([8, 4, 8, 4] if communicates else [0] * 4)
+    assert len(traces) == (2 if communicates else 1)
+
+
 def test_files_of_editors_beside_the_tracer_change_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

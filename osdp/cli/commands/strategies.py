@@ -103,7 +103,8 @@ def _predicted(source: ModelSource, cluster: Cluster, request: Request, names: t
     names = names or (STRATEGIES if cluster.world_size > 1 else STRATEGIES[:1])  # one rank has but one of them
     for name in names:
         parse_strategy(name, cluster)  # refuses before the trace takes its seconds
-    graph = trace_model(source, request.precision, cluster.device.kind, request.micro_batch)
+    settings = request.precision, cluster.device.kind, request.micro_batch
+    graph = trace_model(source, *settings, world_size=cluster.world_size)
     return [predict(graph, cluster, name, request) for name in names]
 
 
