@@ -8,6 +8,7 @@ temporaries that backends allocate themselves are those of `in_one_piece`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -31,10 +32,12 @@ def simulated_ranks(world_size: int | None, rank: int = 0) -> Iterator[None]:
     if world_size is None or dist.is_initialized():
         yield
         return
+    hook = sys.excepthook  # which gets one around it that says the rank of each line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
+        sys.excepthook = hook
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ def test_memory_is_that_of_the_ranks(exchange: str, place: str) -> None:
 
 def test_one_process_is_left_as_it_was() -> None:
     assert not dist.is_initialized()
+    hook = sys.excepthook
     assert traced(source_of(Compared, "gather_lengths")).world_size == RANKS
     assert not dist.is_initialized()
+    assert sys.excepthook is hook, "what ranks print begins with their rank"
     assert traced(source_of(Compared, "gather_differentiably"), world_size=None).world_size == 0, "it ran alone"
 
 
