@@ -4,7 +4,7 @@
     model = OSDP(model, description)
     OsdpTrainer(model, args, ...).train()               # and all else that a Trainer is given and does
 
-Of another trainer than `Trainer`: `class Mine(OsdpTrainer, Seq2SeqTrainer): pass`.
+Of another trainer than `Trainer`: `class Mine(OsdpTrainer, Seq2SeqTrainer): pass`; so too of trainers of trl.
 
 A checkpoint has, beside what the Trainer saves, a folder `osdp` with the model and its optimizer, which resumes under
 any plan and number of ranks.  So it has the model twice: the other one is for `from_pretrained`.  Of a model with
@@ -52,7 +52,8 @@ _REFUSED = {
     "fsdp": _OURS,
     "deepspeed": _OURS,
     "parallelism_config": _OURS,
-    "activation_checkpointing": "leave it out: the plan recomputes blocks, all under the pin *=recompute",
+    "activation_checkpointing": "set gradient_checkpointing=False: the plan recomputes blocks, all under the pin "
+    "*=recompute",
     "torch_compile": 'leave it out: OSDP(model, ..., compile_backend="inductor") compiles blocks',
     "use_liger_kernel": "leave it out, and apply the kernels to the model before OSDP(...)",
     "auto_find_batch_size": "leave it out: model.plan.micro_batch is the batch that fits",
@@ -73,8 +74,8 @@ class OsdpTrainer(Trainer):
     lr_scheduler: Any
     label_smoother: Any
 
-    def __init__(self, model: OSDP, args: TrainingArguments | None = None, *others: Any, **options: Any) -> None:
-        """Take what a Trainer takes. Raises OsdpError for what cannot work with a sharded model."""
+    def __init__(self, model: OSDP, *others: Any, **options: Any) -> None:
+        """Take what the Trainer takes. Raises OsdpError for what cannot work with a sharded model."""
         if not isinstance(model, OSDP):
             what, got = "OsdpTrainer trains a model that OSDP has sharded", f"a {type(model).__name__}"
             raise OsdpError(what, got=got, expected="OSDP(model, ...)", advice=f"see {PAGE}")
@@ -82,7 +83,7 @@ class OsdpTrainer(Trainer):
             what, got = "this release of transformers has another Trainer", f"none with {', '.join(unknown)}"
             raise OsdpError(what, got=got, expected="that of transformers 5.23", advice="install this one")
         # The Trainer looks at classes and signatures, which the wrapper hides.
-        super().__init__(model.module, args, *others, **options)
+        super().__init__(model.module, *others, **options)
         self.accelerator.check(model)
         self._set_signature_columns_if_needed()
         if self.label_smoother is not None and _predicts_next_token(model.module):

@@ -329,6 +329,8 @@ def _learnt(picked: list[dict[str, Tensor]]) -> int:
 
 def trainer_refusals(names: dict[str, Any], folder: Path) -> list[str]:
     """Return what a Trainer says of what cannot work."""
+    from transformers import Trainer
+
     from osdp import OSDP
     from osdp.integrations.transformers import OsdpTrainer
 
@@ -343,6 +345,17 @@ def trainer_refusals(names: dict[str, Any], folder: Path) -> list[str]:
         {"save_only_model": True, **best},
     ]
     said = [refusal(lambda: OsdpTrainer(model, arguments(folder, **options))) for options in given]  # noqa: B023
+
+    class Referring(Trainer):  # type: ignore[misc]
+        """Takes a reference model before its arguments, as trainers of trl do."""
+
+        def __init__(self, model: Any, reference: Any = None, args: Any = None, **options: Any) -> None:
+            super().__init__(model, args, **options)
+            self.reference = reference
+
+    joined: Any = type("Joined", (OsdpTrainer, Referring), {})
+    trainer = joined(model, args=arguments(folder, max_steps=7), reference="theirs")
+    assert (trainer.args.max_steps, trainer.reference, trainer.model) == (7, "theirs", model)
     said.append(refusal(lambda: OsdpTrainer(names["build"](), arguments(folder))))
     (folder / "checkpoint-1").mkdir(parents=True, exist_ok=True)
     resumed = OsdpTrainer(model, arguments(folder, max_steps=1), train_dataset=names["samples"](4))
