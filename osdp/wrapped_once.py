@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from profiler.errors import OsdpError
@@ -41,13 +42,14 @@ class WrappedOnce(nn.Module):
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise OsdpError if a model, or a part of it, is sharded or replicated by a wrapper already."""
+    """Raise OsdpError if a model, or a part of it, is sharded or replicated already, as by tensor parallelism."""
     wrappers = (WrappedOnce, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-    for path, module in model.named_modules():
-        if isinstance(module, wrappers):
-            where = f"`{path}` is a {type(module).__name__}" if path else f"a {type(module).__name__}"
-            what, advice = "the model is sharded already, or replicated", f"give OSDP the plain module; {PAGE}"
-            raise OsdpError(what, got=where, expected="a module that nothing has wrapped", advice=advice)
+    wrapped = ((path, module) for path, module in model.named_modules() if isinstance(module, wrappers))
+    split = (item for item in (*model.named_parameters(), *model.named_buffers()) if isinstance(item[1], DTensor))
+    for path, one in (*wrapped, *split):
+        where = f"`{path}` is a {type(one).__name__}" if path else f"a {type(one).__name__}"
+        what, advice = "the model is sharded already, or replicated", f"give OSDP the plain module; {PAGE}"
+        raise OsdpError(what, got=where, expected="a module that nothing has wrapped or split", advice=advice)
     if trained_already(model.parameters()):
         what = "another OSDP model has layers of this one, and would reduce their gradients too"
         advice = "make one module that has all of them, and give OSDP that"

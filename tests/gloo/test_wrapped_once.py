@@ -9,6 +9,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from toys import Blocks, batch_of, loss_of, plan_of, refusal, seeded
 
@@ -58,8 +59,10 @@ def _wrapped_before(rank: int) -> list[str]:
     plan = plan_of(build(), ranks=(1, 2))
     sharded = build()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    split = parallelize_module(build(), init_device_mesh("cpu", (2,)), {"head": ColwiseParallel()})
     dist.barrier()
-    return [refusal(lambda: OSDP(DistributedDataParallel(build()), plan)), refusal(lambda: OSDP(sharded, plan))]
+    given = DistributedDataParallel(build()), sharded, split
+    return [refusal(lambda: OSDP(one, plan)) for one in given]  # noqa: B023
 
 
 def test_osdp_wraps_nothing_that_is_wrapped() -> None:
@@ -67,6 +70,7 @@ def test_osdp_wraps_nothing_that_is_wrapped() -> None:
         assert [message.splitlines()[1] for message in told] == [
             "  got: a DistributedDataParallel",
             "  got: a FSDPBlocks",
+            "  got: `head.weight` is a DTensor",
         ]
 
 
