@@ -12,7 +12,6 @@ Nothing of torchtitan is imported; what it calls was read from 0.2.2 and 0.3.0.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +24,7 @@ from osdp.description import Described, Description, read_description
 from osdp.planning.rank_grid import DeviceInfo
 from planner.plan import Plan
 from profiler.errors import OsdpError
+from profiler.module_copies import copied
 from profiler.nested_tensors import tensors_in
 from runtime.deferred_init.deferred_init import is_meta
 from runtime.state.dcp_tensor import GlobalTensor
@@ -169,7 +169,7 @@ def _initialised(model: nn.Module) -> Callable[[], nn.Module]:
             for one in model.parameters()
         }
         empty |= {id(one): torch.empty(one.shape, dtype=one.dtype) for one in model.buffers()}
-        made: Any = copy.deepcopy(model, empty)
+        made: Any = copied(model, empty)
         with torch.no_grad():
             made.init_weights(buffer_device=None)
         return made  # type: ignore[no-any-return]

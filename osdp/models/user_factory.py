@@ -7,7 +7,6 @@ The tracer builds the model again, without data: a factory is called, a module i
 parameters and buffers in place of its own.
 """
 
-import copy
 import inspect
 import sys
 import sysconfig
@@ -28,6 +27,7 @@ import profiler
 from profiler.computed_attributes import stand_ins
 from profiler.errors import OsdpError
 from profiler.model_source import Inputs, ModelSource
+from profiler.module_copies import copied
 from profiler.opaque_parameters import is_opaque, rebuilt
 from profiler.trace.dataless_device import FakeCpu, MetaDevice, making
 from profiler.trace.trace_errors import ModelError, more_telling
@@ -149,7 +149,7 @@ def _without_data(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         empty_of[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer)
     try:
-        return copy.deepcopy(module, empty_of)
+        return copied(module, empty_of)
     except (TypeError, RuntimeError, AttributeError) as error:
         what = "the model cannot be copied, which planning needs"
         advice = "pass a function that builds it: OSDP(lambda: Model(...), ...)"

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from profiler.fake_devices import modules_converted
 from profiler.model_source import Inputs
+from profiler.module_copies import copied
 from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.op_cost import Op, describe
@@ -192,9 +193,9 @@ def adapt(module: nn.Module, device: DatalessDevice, dtypes: Mapping[str, torch.
     if all(moved[id(tensor)] is tensor for _, tensor in tensors):
         return module
     try:
-        return copy.deepcopy(module, dict(moved))
+        return copied(module, moved)
     except Exception:
-        return copy.deepcopy(module, moved | _not_copied(module, moved))
+        return copied(module, moved | _not_copied(module, moved))
 
 
 def _not_copied(module: nn.Module, moved: Mapping[int, Any]) -> dict[int, Any]:
