@@ -5,6 +5,7 @@
     weight[mask] = other[mask]            refused, as is `weight[:, 0] = 0`
     weight.copy_(whole)                   refused, though every rank has the whole of the other
     weight.normal_()                      on CPU ranks with one seed all draw the same rows
+    whole.data = weight * 0.9             leaves a parameter that is no DTensor without memory
 
 A part that is a copy is also copied anew when it is read after its root has changed, but for changes by `.data`
 outside of steps, which leave no trace.  Here in-place methods take plain tensors for whole ones, of which each rank
@@ -137,6 +138,13 @@ def follow_writes() -> None:
         setattr(DTensor, name, _turning(getattr(Tensor, name), getattr(Tensor, name[:-1])))
     setattr(DTensor, "view_as", _view_as)  # noqa: B010
     setattr(Part, "detach", _viewing(Tensor.detach, "detach"))  # noqa: B010
+    setattr(nn.Parameter, "data", property(Tensor.data.__get__, _set_data))  # type: ignore[attr-defined]  # noqa: B010
+
+
+def _set_data(parameter: nn.Parameter, values: Tensor) -> None:
+    """Set the data of a parameter that is no DTensor: of a DTensor to the whole of it, which is a collective call."""
+    whole = gathered(values) if isinstance(values, DTensor) else values
+    Tensor.data.__set__(parameter, whole)  # type: ignore[attr-defined]
 
 
 def _is_of_others(*arguments: Any) -> bool:

@@ -162,7 +162,8 @@ class Accumulation:
         """
         self._check_registered()
         self.sharded.reshard()
-        with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters():
+        has_samples = function is self.sharded.module or bool(tensors_in((args, kwargs)))
+        with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters(has_samples=has_samples):
             output = function(*args, **kwargs)
         self.sharded.reshard()
         return output

@@ -1,17 +1,20 @@
 """Says which use of a parameter found it sharded, where PyTorch only says that it got a DTensor."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from profiler.errors import OsdpError, first_line
 from runtime.dtensor_beside import in_model
 
 
 @contextmanager
-def naming_sharded_parameters(*, in_backward: bool = False) -> Iterator[None]:
-    """Raise OsdpError where a forward, a backward or another method computes with a parameter that is not gathered."""
+def naming_sharded_parameters(*, in_backward: bool = False, has_samples: bool = True) -> Iterator[None]:
+    """Raise OsdpError where a forward, a backward or another method computes with a parameter that is not gathered.
+
+    Without samples, which are other ones on each rank, it may compute with them as code outside of the model may.
+    """
     try:
-        with in_model():
+        with in_model() if has_samples else nullcontext():
             yield
     except RuntimeError as error:
         if "it must override the setup_context staticmethod" in str(error):  # FSDP2's and our hooks of inputs
