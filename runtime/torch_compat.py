@@ -10,8 +10,7 @@ Run on torch 2.13.0, 2.12.1 and 2.11.0.
     reset_iteration              2.11 has none; that of 2.13 leaves unsharded gradients for the next backward to add to
     free_in_every_backward       2.11 keeps what a reduction left if the backward after it has no gradients to reduce,
                                  2.12 until that has reduced its own
-    follow_forwards              FSDP2 prefetches in the order of forwards, also of those that no backward follows, and
-                                 keeps units gathered that run again in a backward
+    param_groups                 what FSDP2 gathers and reduces together
     communication_of             what `set_custom_all_gather` and `set_custom_reduce_scatter` have set
     compute_dtypes               the mixed precision policy of a unit
     forget_forward               what `reshard_after_forward=K` keeps for a backward stays where none comes, and 2.11
@@ -99,7 +98,7 @@ def reset_iteration(root: FSDPModule) -> None:
     else:
         _forget_iteration(root._get_fsdp_state())
     for module in cast(nn.Module, root).modules():
-        for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
@@ -141,33 +140,8 @@ def free_in_every_backward(module: FSDPModule) -> None:
     `FSDPParamGroup.post_backward` holds it until the unit is reduced.  Checked on both.
     """
     if not hasattr(module, "reset_iter_state"):  # before 2.13
-        for group in _param_groups(module):
+        for group in param_groups(module):
             group.post_backward = partial(_free_and_post_backward, group, group.post_backward)
-
-
-def follow_forwards(module: FSDPModule) -> None:
-    """Prefetch for backwards in the order of forwards that some follow, and reshard where forwards run again.
-
-    FSDP2 takes the last forward of a unit for the one that runs back first: of a frozen network that ran once more on a
-    target, it gathers units of which no backward comes.  And of a forward that runs again in a backward it keeps all
-    units gathered: in a checkpoint around many blocks, the parameters of all.  Checked on 2.11, 2.12 (both read) and
-    2.13 (run).  What ends such a forward is no end of the model's, at which 2.13 ends those of all units whose modules
-    have not all run: others, which share parameters with some that run again, run back after that.
-    """
-    state = cast(Any, module)._get_fsdp_state()
-    if (complete := getattr(state, "_force_complete_incomplete_states", None)) is not None:
-        state._force_complete_incomplete_states = lambda output: output if is_bw() else complete(output)
-    for group in _param_groups(module):
-        group.post_forward = partial(_post_forward, group, group.post_forward)
-
-
-def _post_forward(group: Any, post_forward: Callable[..., Any], module: nn.Module, args: Any, output: Any) -> Any:
-    if is_bw():
-        group.reshard()
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
-        return post_forward(module, args, output)
-    with patch.object(group, "_record_post_forward", lambda: None):
-        return post_forward(module, args, output)
 
 
 def _free_and_post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
@@ -195,7 +169,7 @@ def reduce_all_or_none(module: FSDPModule) -> None:
     FSDP2 adds up what it has reduce-scattered as if all micro-batches had the same, and all-reduces it in a backward
     that gives the unit a gradient, or else in a later step.  So the others get zeros, unless theirs are yet to come.
     """
-    for group in _param_groups(module):
+    for group in param_groups(module):
         group.post_backward = partial(_post_backward, group, group.post_backward, set())
 
 
@@ -231,7 +205,7 @@ def complete_reduction(module: FSDPModule) -> None:
 
     As the backward of one more micro-batch does in which the unit gets no gradient; see `reduce_all_or_none`.
     """
-    for group in _param_groups(module):
+    for group in param_groups(module):
         if group._partial_reduce_output is None:
             continue
         with patch.multiple(group, all_reduce_grads=True, reduce_grads=True):
@@ -246,7 +220,7 @@ def keep_after_forward(module: FSDPModule) -> Iterator[None]:
     """Keep the parameters of a unit unsharded after a forward: their backward follows at once."""
     with ExitStack() as stack:
         stack.callback(_free_last_gather, module)  # also of a forward that is stopped early
-        for group in _param_groups(module):
+        for group in param_groups(module):
             kept = patch.multiple(group, reshard=lambda: None, _record_post_forward=lambda: None)
             stack.enter_context(kept)
         yield
@@ -265,7 +239,8 @@ def _free_last_gather(module: FSDPModule) -> None:
     state._state_ctx.iter_forward_root = None
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
+def param_groups(module: FSDPModule) -> list[Any]:
+    """Return what FSDP2 gathers and reduces together of a unit, which no public name tells."""
     state = cast(Any, module)._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # 2.13 allows for several
     if groups is not None:
@@ -275,18 +250,18 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 def communication_of(module: FSDPModule) -> tuple[AllGather, ReduceScatter] | None:
     """Return how a unit gathers and reduces, FSDP2's own way or a custom one; None if it has no parameters."""
-    groups = _param_groups(module)
+    groups = param_groups(module)
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
 
 
 def compute_dtypes(module: FSDPModule) -> list[torch.dtype | None]:
     """Return what each group of parameters of a unit, there is one as a rule, computes in; None: what they have."""
-    return [group.mp_policy.param_dtype for group in _param_groups(module)]
+    return [group.mp_policy.param_dtype for group in param_groups(module)]
 
 
 def has_secondary_mesh(module: FSDPModule) -> bool:
     """Whether a unit was wrapped with `reshard_after_forward=K`."""
-    return any(group._use_post_forward_mesh for group in _param_groups(module))
+    return any(group._use_post_forward_mesh for group in param_groups(module))
 
 
 def forget_forward(module: FSDPModule) -> None:
@@ -295,7 +270,7 @@ def forget_forward(module: FSDPModule) -> None:
     Before 2.13 a unit gathers nothing while one of its modules that a forward without gradients has left out is due.
     """
     cast(Any, module)._get_fsdp_state()._modules_to_run_forward.clear()
-    for group in _param_groups(module):
+    for group in param_groups(module):
         for one in group.fsdp_params if group._use_post_forward_mesh and group.is_sharded else ():
             one._sharded_post_forward_param = one._sharded_post_forward_param_data = None
 
@@ -306,7 +281,7 @@ def packed_parameters(module: FSDPModule) -> list[Any]:
     Of each, `sharded_param` is the parameter that rests, and `_sharded_param_data` (s,) its rows on this rank,
     padded with zeros to as many as every other rank has.
     """
-    return [parameter for group in _param_groups(module) for parameter in group.fsdp_params]
+    return [parameter for group in param_groups(module) for parameter in group.fsdp_params]
 
 
 def gather_for_every_backward(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
@@ -349,7 +324,7 @@ def shard_parts_run_again(first: FSDPModule, modules: Sequence[nn.Module]) -> No
     def end(module: nn.Module, args: Any, output: Any) -> None:
         is_part = state._training_state == TrainingState.FORWARD and state._modules_to_run_forward
         # What `keep_after_forward` keeps has no `reshard` of its class.
-        if is_bw() and is_part and not any("reshard" in vars(group) for group in _param_groups(first)):
+        if is_bw() and is_part and not any("reshard" in vars(group) for group in param_groups(first)):
             state._state_ctx.run_in_part = first
             _free_last_gather(first)
 
@@ -364,7 +339,7 @@ def _shard_part(module: FSDPModule) -> None:
     if state._training_state == TrainingState.FORWARD:  # else its backward has begun, or is over
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
-        for group in _param_groups(module):
+        for group in param_groups(module):
             group._training_state = TrainingState.IDLE
             group.reshard()
 
@@ -378,7 +353,7 @@ def hook_nested_tensors(first: FSDPModule) -> None:
     """
     state = cast(Any, first)._get_fsdp_state()
     state._register_pre_backward_hook = partial(_hook_outputs, state._register_pre_backward_hook)
-    for group in _param_groups(first):
+    for group in param_groups(first):
         group._register_post_backward_hook = partial(_hook_inputs, group._register_post_backward_hook)
 
 
@@ -407,7 +382,7 @@ def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if state._training_state == TrainingState.PRE_BACKWARD and torch.is_grad_enabled():
-            for group in _param_groups(first):
+            for group in param_groups(first):
                 args, kwargs = group._register_post_backward_hook(args, kwargs)
         return args, kwargs
 
@@ -428,7 +403,7 @@ def gathered(module: FSDPModule, parameters: Mapping[int, nn.Parameter]) -> set[
     What rests on an equal mesh is another model's: DTensors of equal meshes can have the same one.
     """
     own = {id(getattr(one, "_unsharded_param", None)) for one in packed_parameters(module)}
-    secondary = [group.post_forward_mesh_info.mesh for group in _param_groups(module) if group._use_post_forward_mesh]
+    secondary = [group.post_forward_mesh_info.mesh for group in param_groups(module) if group._use_post_forward_mesh]
     elsewhere = {
         key
         for key, one in (parameters.items() if secondary else ())

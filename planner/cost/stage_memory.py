@@ -435,7 +435,7 @@ class StageMemoryWalk:
         `within`: the block itself has just been gathered, and has not run again.
         """
         units = self.inside if within else self.units
-        later = [unit for unit in units if unit.closes and unit.last < j + within and not unit.stalls]
+        later = [unit for unit in units if unit.closes and unit.last < j + within and unit.is_prefetched]
         if not later:
             return 0, True, 0
         if self.again and j < len(self.frame.stage.calls) and not within:

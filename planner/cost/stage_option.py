@@ -414,7 +414,9 @@ class StageUnits:
         opened = [unit for unit in units if unit.rests]
         gathering = [unit for unit in units if not unit.stalls]
         entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
-        closed = max((unit for unit in gathering if unit.closes), key=lambda unit: unit.last, default=None)
+        closed = max(
+            (unit for unit in units if unit.closes and unit.is_prefetched), key=lambda unit: unit.last, default=None
+        )
         reducing = min((unit for unit in units if unit.replaces_reduction), key=lambda unit: unit.first, default=None)
         waiting = [unit for unit in opened if unit.reduced_after_backward]
         stepped = sum(unit.bytes.stepped for unit in opened)

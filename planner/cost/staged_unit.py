@@ -59,6 +59,9 @@ class StagedUnit:
     """Whether it has gradients."""
     gathers_each_call: bool
     """Whether it is one module that runs several times, and is gathered and sharded again each time."""
+    is_prefetched: bool
+    """Whether what runs back before it prefetches it.  Of its forwards that return nothing that needs a gradient, as of
+    a frozen layer that is handed nothing that does, no backward comes, and `runtime.followed_forwards` skips those."""
     reopens: int | None
     """The call before which it is gathered again, to stay so to its backward; None: there is none."""
 
@@ -146,7 +149,9 @@ def make_unit(
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     block, is_whole = frame.stage.block, own and operators == frame.stage.operators
     late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
-    late = late and runs_back(graph, operators)
+    trains = not late or runs_back(graph, operators)
+    has_backward = trains or not all(frame.stage.calls[j].late for j in calls)
+    late = late and trains
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
     often = not own and runs_often(graph, operators[0])
     is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
@@ -175,5 +180,6 @@ def make_unit(
         gathers_each_call=len(calls) > len(operators) == 1
         and not (strategy.keeps_unsharded or (is_whole and block is not None))
         and runs_often(graph, operators[0]),
+        is_prefetched=has_backward and not (spec.stalls or is_outside_fsdp),
         reopens=reopens,
     )

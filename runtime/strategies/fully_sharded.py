@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
+from runtime.followed_forwards import follow_forwards
 from runtime.fully_shard_compat import containers_with_forward, managing_all, share_secondary_mesh
 from runtime.registered_parameters import Place, refuse_others
 from runtime.schedule import ScheduledUnit
@@ -18,7 +19,6 @@ from runtime.strategies.ring_reduce_scatter import RingReduceScatter
 from runtime.strategies.wrap_context import WrapContext
 from runtime.torch_compat import (
     complete_reduction,
-    follow_forwards,
     forget_forward,
     free_in_every_backward,
     gather_for_every_backward,

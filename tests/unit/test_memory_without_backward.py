@@ -1,0 +1,117 @@
+"""Memory around layers of which no backward comes: nothing prefetches them, and what is below them is prefetched."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from rehearsals import compare, plan_of
+from synthetic import cluster
+from thoroughness import some
+from torch import Tensor, nn
+
+from profiler.model_graph import ModelGraph
+from profiler.model_source import ModelSource
+from profiler.trace.trace import trace_model
+
+TOKENS, WIDTH, LENGTH = 120, 64, 32
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, to a memory as well if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """(batch, LENGTH, WIDTH) -> the same."""
+        other = x if memory is None else memory
+        x = x + self.attention(x, other, other, need_weights=False)[0]
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+
+class Positions(nn.Embedding):
+    """Frozen, of sines where that matters."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * LENGTH, WIDTH)
+        self.weight.requires_grad_(False)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder with one embedding, which is the head too, and frozen positions before each."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.source_positions, self.positions = Positions(), Positions()
+        self.encoder = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH) if between == "beside a norm" else nn.Identity()
+        self.frozen = Layer().requires_grad_(False) if between == "a frozen block" else nn.Identity()
+        self.decoder = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, LENGTH) -> a loss."""
+        places = torch.arange(LENGTH)
+        memory = self.embed(tokens) + self.source_positions(places)
+        for layer in self.encoder:
+            memory = layer(memory)
+        memory = self.norm(memory)
+        x = self.embed(tokens) + self.frozen(self.positions(places).expand(len(tokens), -1, -1))
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class FrozenBelow(nn.Module):
+    """Trained layers on top of frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH).requires_grad_(False)
+        self.frozen = nn.ModuleList(Layer().requires_grad_(False) for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, LENGTH, 8) -> a loss."""
+        x = self.stem(x)
+        for layer in (*self.frozen, *self.layers):
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@cache
+def drawn(between: str) -> tuple[ModelSource, ModelGraph]:
+    def build() -> nn.Module:
+        return FrozenBelow() if between == "frozen below" else Translator(between)
+
+    def inputs(module: nn.Module, batch: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        made = torch.randn(batch, LENGTH, 8) if between == "frozen below" else torch.randint(TOKENS, (batch, LENGTH))
+        return (made,), {}
+
+    source = ModelSource(between, build, inputs, LENGTH)
+    return source, trace_model(source)
+
+
+CASES = [
+    *product(("alone", "beside a norm", "a frozen block", "frozen below"), ("shard", "hierarchical"), (True, False))
+]
+
+
+@pytest.mark.parametrize(("between", "strategy", "recomputes"), some(CASES, 6))
+def test_what_no_backward_follows_is_not_prefetched(between: str, strategy: str, recomputes: bool) -> None:
+    source, graph = drawn(between)
+    choices = {operator.name: strategy for operator in graph.operators}
+    again = [block.name for block in graph.blocks] if recomputes else []
+    plan = plan_of(graph, cluster(2, 2), choices, again, micro_batch=4)
+    found = compare(plan, source, graph, cluster(2, 2), with_data=True)
+    print(between, strategy, recomputes, f"{found.error:+.2%}", found.predicted_phase)
+    assert -0.002 <= found.error <= 0.02
