@@ -16,7 +16,8 @@ Memory, with S, OPT and G (gradients of all parameters) as in `planner.cost.unit
                            that wait for another call
     optimizer              S + OPT + B + temporaries
 
-B is G without rounding each tensor to 512 bytes.
+B is G without rounding each tensor to 512 bytes, and with what never runs: that has a place in the buckets, and
+neither gradients nor states of the optimizer.
 
 Time: bucket k is all-reduced once per step, in the last micro-batch, when the backward that made its
 last gradient is over and bucket k-1 is done, while the backward goes on.  With Q_c the seconds of
@@ -145,8 +146,10 @@ class ReplicatedParameters:
     def __init__(self, model: StagedModel, load: Workload) -> None:
         graph = model.graph
         self.bytes = [unit_bytes(op.parameters, COPY, load.precision, load.optimizer) for op in graph.operators]
+        for operator in model.idle:  # no gradient, and so no step, comes of it: it rests, and has a place in a bucket
+            self.bytes[operator] = UnitBytes(parameters=self.bytes[operator].parameters)
         self.gradients = sum(unit.full_gradients for unit in self.bytes)
-        """G: bytes of all gradients."""
+        """G: bytes of all gradients that there are."""
         self.rest = sum(unit.parameters + unit.optimizer for unit in self.bytes)
         """S + OPT."""
         in_order = buckets(graph)
@@ -175,9 +178,9 @@ class ReplicatedParameters:
 
     def _own(self, model: StagedModel, stage: Stage) -> Own:
         calls = range(stage.start, stage.start + len(stage.calls))
-        owned = [*model.idle] if stage.start == 0 else []
-        owned += dict.fromkeys(call.operator for call in stage.calls if self.first[call.operator] in calls)
+        owned = [*dict.fromkeys(call.operator for call in stage.calls if self.first[call.operator] in calls)]
         tensors = sum(p.trainable for o in owned for p in model.graph.operators[o].parameters)
+        owned += model.idle if stage.start == 0 else ()
         return Own(sum((self.bytes[operator] for operator in owned), UnitBytes()), tensors)
 
 
