@@ -212,6 +212,7 @@ def _traced(
             f"of {format_bytes(size_bytes)} of parameters are counted all the same; freeze what is never trained with "
             "requires_grad_(False)"
         )
+        graph = _left_to_the_end(graph, frozenset(operator.name for operator in unreached))
     if skipped:
         notes.append(
             f"left out of the forward of a rank on which nothing chooses them, or random numbers decide so; several "
@@ -225,6 +226,17 @@ def _traced(
         what = f"the model runs collectives itself: memory is as on {ranks} ranks, and their time is in no prediction"
         graph = replace(graph, world_size=ranks, notes=(*graph.notes, what))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
+
+
+def _left_to_the_end(graph: ModelGraph, unreached: frozenset[str]) -> ModelGraph:
+    """Return a graph in which what no gradient reaches is late: FSDP2 hangs the end of a unit's backward on its first
+    module, and where that is a pooler of which nothing reads, parameters and gradients of all that is wrapped with it
+    stay.
+    """
+    calls = tuple(replace(one, late=one.late or graph.operators[one.operator].name in unreached) for one in graph.calls)
+    whole = ({graph.operators[one.operator].name for one in calls[b.first_call : b.last_call]} for b in graph.blocks)
+    blocks = tuple(replace(b, late=b.late or names <= unreached) for b, names in zip(graph.blocks, whole, strict=True))
+    return replace(graph, calls=calls, blocks=blocks)
 
 
 def _notes_on_running(graph: ModelGraph, rerun: Collection[str], *, autocast_is_off: bool) -> Iterator[str]:
