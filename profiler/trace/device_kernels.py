@@ -14,7 +14,8 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
 - batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much.
 - collectives of the model's own that take lists: what backends allocate beside them (`profiler.simulated_ranks`).
 - batch norm: CPUs take an image of one pixel to be in rows, others go by its strides, so that what is made of the
-  result may have its channels last.
+  result may have its channels last.  Of what is neither in rows nor has its channels last, as sequences (batch, length,
+  channels) whose last dimensions are swapped for it, CPUs return rows, without data torch keeps the order.
 - group norm: CPUs take images with their channels last as they are, others make a copy that is laid out in rows.
 """
 
@@ -133,6 +134,33 @@ def _masked_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if train and p > 0.0 else x
 
 
+class _BatchNormInRows(torch.autograd.Function):
+    """Batch norm without data whose result, and the gradient of its input, are laid out as kernels of CPUs do it."""
+
+    @staticmethod
+    def forward(ctx: Any, form: torch.memory_format, x: Tensor, *others: Any) -> Tensor:
+        """`others`: the arguments of `native_batch_norm` after the input."""
+        out, *own = aten.native_batch_norm(x, *others)
+        weight, _, mean, variance, training, _, eps = others
+        ctx.save_for_backward(x, weight, mean, variance, *own)
+        ctx.form, ctx.training, ctx.eps = form, training, eps
+        return _laid_out(out, form)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, mean, variance, *own = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[place] for place in (1, 2, 3)]
+        statistics = mean, variance, *own, ctx.training, ctx.eps
+        found = aten.native_batch_norm_backward(gradients[0], x, weight, *statistics, needed)
+        of_x = None if found[0] is None else _laid_out(found[0], ctx.form)
+        return None, of_x, *found[1:], *[None] * 5
+
+
+def _laid_out(tensor: Tensor, form: torch.memory_format) -> Tensor:
+    """Return a tensor without data in the same memory, with the strides of a format."""
+    return tensor.as_strided(tensor.shape, torch.empty_like(tensor, device="meta", memory_format=form).stride())
+
+
 def _batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -146,6 +174,10 @@ def _batch_norm(
 ) -> Tensor:
     if x.is_contiguous() and channels_last_format(x) is not torch.contiguous_format:
         x = x.view(-1).view(x.shape)
+    form = channels_last_format(x)
+    if not x.is_contiguous(memory_format=form):
+        apply: Callable[..., Tensor] = _BatchNormInRows.apply
+        return apply(form, x, weight, bias, mean, variance, training, momentum, eps)
     checked = aten._batch_norm_impl_index
     out: Tensor = checked(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled)[0]
     return out
