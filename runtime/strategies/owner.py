@@ -92,6 +92,8 @@ class OwnedUnit(WrappedUnit):
         """Modules that a forward runs."""
         self.to_run: set[nn.Module] = set()
         """Modules whose forward is still to come in this pass: tied ones are gathered once for all."""
+        self.began: nn.Module | None = None
+        """The one whose forward began this pass."""
         self.kept = self.in_backward = False
         """`kept`: stay gathered when a forward ends, as the backward comes next; `in_backward`: it is under way."""
         for owned in self.parameters:
@@ -156,10 +158,11 @@ class OwnedUnit(WrappedUnit):
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        is_first = module not in self.to_run
+        # What a pass that left out some module has left gathered may be old; others may run again before all have run.
+        is_first = not self.to_run or (module is self.began and module not in self.to_run)
         if is_first:
-            self._release_if_idle()  # what a pass that left out some module has left gathered may be old
-            self.to_run = set(self.called)
+            self._release_if_idle()
+            self.to_run, self.began = set(self.called), module
         self.gather()
         return _mark((args, kwargs), self.end_backward) if is_first else (args, kwargs)
 
