@@ -152,6 +152,9 @@ class Operator:
     block: int | None
     """Index into `ModelGraph.blocks`, or None outside every block (and for operators tied across, or that one runs in
     which they do not lie)."""
+    order: int = field(default=0, repr=False)
+    """Place of its first parameter among all as they are registered: modules may run in another order.  In no
+    fingerprint (`repr`), as nothing that is computed depends on it."""
 
     @property
     def numel(self) -> int:
@@ -319,6 +322,11 @@ class Call(CallMemories):
     late: bool = False
     """Whether its module is handed nothing that needs a gradient, so that no gradient tells when its backward is over:
     FSDP2 keeps its parameters and their gradients until all backward is."""
+    reopens: bool = False
+    """Whether modules that share its operator's parameters have all run by now: FSDP2 has sharded these, and gathers
+    them once more."""
+    stays: bool = False
+    """Whether, from such a call on, not all of them run again, so that nothing shards them before their backward."""
     reruns: tuple[OwnRerun, ...] = ()
     """What the model runs again itself as this runs back, what is of the call's own block too."""
     slice_of: tuple[str, Call] | None = None

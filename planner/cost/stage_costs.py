@@ -26,7 +26,7 @@ class UnitCosts:
     """Bytes and communication time of units on one cluster, cached."""
 
     def __init__(self, model: StagedModel, load: Workload) -> None:
-        self.graph, self.load = model.graph, load
+        self.graph, self.load, self.registered = model.graph, load, model.registered
         self.known: dict[tuple[tuple[int, ...], Strategy, bool], Costs] = {}
         called = dict.fromkeys(call.operator for call in model.graph.calls)
         self.model_bytes = sum(trained_bytes(model.graph.operators[operator].parameters) for operator in called)
@@ -34,7 +34,8 @@ class UnitCosts:
     def __call__(self, operators: tuple[int, ...], strategy: Strategy, elsewhere: bool = False) -> Costs:
         key, load, cluster = (operators, strategy, elsewhere), self.load, self.load.cluster
         if key not in self.known:
-            parameters = [p for operator in operators for p in self.graph.operators[operator].parameters]
+            listed = self.registered.get(operators, operators)
+            parameters = [p for operator in listed for p in self.graph.operators[operator].parameters]
             ranks = cluster.gpus_per_node, cluster.world_size
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
             if other := self.known.get((operators, strategy, not elsewhere)):

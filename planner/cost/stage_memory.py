@@ -153,9 +153,9 @@ class StageMemoryWalk:
         # A block of one unit is wrapped whole: no computation of it runs while it is sharded.
         self.whole = own[0] if frame.stage.block is not None and len(own) == 1 else None
         self.accumulates = frame.load.accumulation > 1
-        self.inside = [unit for unit in self.units if unit.closes and unit is not self.whole]
+        self.inside = [unit for unit in self.units if unit.closes and not unit.stays and unit is not self.whole]
         """Units that are gathered for a backward in here, beside the block itself where it is wrapped whole."""
-        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning if not unit.closes)
+        self.spanning_unsharded = sum(unit.bytes.unsharded for unit in spanning if unit.stays or not unit.closes)
         self.waiting = [unit for unit in self.units if unit.operators[0] in frame.stage.waits and not unit.ends]
         self.noted: dict[Sees, dict[Live, Note]] = {}
 
@@ -287,7 +287,9 @@ class StageMemoryWalk:
     def backward(self) -> None:
         """Note the moments of the backward."""
         calls = self.frame.stage.calls
-        prefetched, below, _ = (0, False, 0) if self.frame.is_top else self.next_prefetch(len(calls))
+        # What has stayed gathered is so from the loss on, and has prefetched what comes next.
+        is_first = self.frame.is_top and not self.frame.model.staying
+        prefetched, below, _ = (0, False, 0) if is_first else self.next_prefetch(len(calls))
         reduce_input, above, reduced, waiting_unsharded = 0, True, 0, 0
         done: set[int] = set()
         reduced_after: list[StagedUnit] = []
@@ -316,8 +318,8 @@ class StageMemoryWalk:
                     seen, tail = Neighbours(above, below), ("backward of tail", j)
                     self.note("backward", call.operator, sharded, gradients, buffers, tail, seen)
                     at = "backward of module"
-                    if not unit.stalls:
-                        if self.frame.is_top and not (prefetched or below):
+                    if unit.is_prefetched:
+                        if is_first and not (prefetched or below):
                             self.note_first_gather(unit, j, before, gradients, reduce_input)
                         self.note_gather(unit, j, before, gradients, reduce_input, above)
                         prefetched, below, _ = self.next_prefetch(j)

@@ -465,8 +465,10 @@ def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], un
         if operator in model.stages[index].spanning or index < first:
             continue
         unit, _ = units((operator,), spanning[operator])
-        kept = unit.unsharded if spanning[operator].keeps_unsharded else unit.secondary
-        is_open, often = index < last, runs_often(model.graph, operator)
+        is_open = index < last
+        often = runs_often(model.graph, operator) or operator in model.stages[index].reopened
+        stays = spanning[operator].keeps_unsharded or (operator in model.staying and not is_open)
+        kept = unit.unsharded if stays else unit.secondary
         forward += unit.unsharded if is_open and not often else kept
         is_sharded = often and operator not in model.stages[index].left_unsharded
         backward += kept if not is_open else 0 if is_sharded else unit.unsharded

@@ -60,15 +60,17 @@ class StagedUnit:
     gathers_each_call: bool
     """Whether it is one module that runs several times, and is gathered and sharded again each time."""
     is_prefetched: bool
-    """Whether what runs back before it prefetches it.  Of its forwards that return nothing that needs a gradient, as of
-    a frozen layer that is handed nothing that does, no backward comes, and `runtime.followed_forwards` skips those."""
+    """Whether what runs back before it prefetches it: not what stalls or stays, nor that of whose forwards no backward
+    comes, as they return nothing that needs a gradient, which `runtime.followed_forwards` skips."""
     reopens: int | None
-    """The call before which it is gathered again, to stay so to its backward; None: there is none."""
+    """A call after its first here before which it is gathered again; None: there is none."""
+    stays: bool
+    """Whether nothing shards it in forward after its last call, which is here."""
 
     @property
     def is_still_there(self) -> bool:
         """Whether it has stayed unsharded to its backward in this stage."""
-        return self.is_left_unsharded or ((self.strategy.keeps_unsharded or self.reopens is not None) and self.ends)
+        return self.is_left_unsharded or ((self.strategy.keeps_unsharded or self.stays) and self.ends)
 
     @property
     def still_kept(self) -> int:
@@ -122,27 +124,12 @@ def runs_often(graph: ModelGraph, operator: int) -> bool:
     return not others and "Embedding" not in one.kind and not any(inside)
 
 
-def reopening_call(frame: StageFrame, operator: int) -> int | None:
-    """Return the call in a stage before which modules that share parameters are gathered once more, if there is one.
-
-    They are sharded when all of them have run.  What runs of one after that, as a head does that is called for one part
-    of the loss after the other, gathers them again, and nothing shards them before their backward.
-    """
-    graph, stage = frame.model.graph, frame.stage
-    modules = [path for path in graph.operators[operator].modules if path not in graph.uncalled]
-    here = [j for j, call in enumerate(stage.calls) if call.operator == operator]
-    runs = sum(call.operator == operator for call in graph.calls)
-    more = len(modules) > 1 and runs > len(modules) and operator in stage.closes and len(here) > 1
-    return here[1] if more else None
-
-
 def make_unit(
     frame: StageFrame, units: UnitCosts, operators: tuple[int, ...], strategy: Strategy, own: bool, elsewhere: bool
 ) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
     calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
     spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
-    reopens = None if own or strategy.keeps_unsharded else reopening_call(frame, operators[0])
     # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.  Token ids have none, and neither
     # has what goes into the first call of all (or its slices), or into another input's first layer.
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
@@ -154,6 +141,10 @@ def make_unit(
     late = late and trains
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
     often = not own and runs_often(graph, operators[0])
+    # Modules that share parameters are sharded when all of them have run, and gathered again for what runs after that.
+    again, sharded = not own and frame.stage.calls[calls[0]].reopens, operators[0] in frame.stage.reopened
+    reopens = None if own else next((j for j in calls[1:] if frame.stage.calls[j].reopens), None)
+    stays = not own and ends and operators[0] in frame.model.staying
     is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
     return StagedUnit(
         operators=operators,
@@ -162,15 +153,15 @@ def make_unit(
         traffic=traffic,
         first=min(calls),
         last=max(calls),
-        opens=rests or (often and not strategy.keeps_unsharded),
-        closes=own or often or ends,
+        opens=rests or ((often or again) and not strategy.keeps_unsharded),
+        closes=own or often or ends or sharded,
         rests=rests,
         ends=ends,
         reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
-        is_left_unsharded=often and operators[0] in frame.stage.left_unsharded,
-        leaves_unsharded=often and late and not rests,
-        own=own or often,
-        kept=unit.unsharded if strategy.keeps_unsharded or reopens is not None else unit.secondary,
+        is_left_unsharded=(often or sharded) and operators[0] in frame.stage.left_unsharded,
+        leaves_unsharded=(often or again) and late and not rests,
+        own=own or often or again,
+        kept=unit.unsharded if strategy.keeps_unsharded or stays else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
         stalls=spec.stalls or is_outside_fsdp,
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
@@ -180,6 +171,7 @@ def make_unit(
         gathers_each_call=len(calls) > len(operators) == 1
         and not (strategy.keeps_unsharded or (is_whole and block is not None))
         and runs_often(graph, operators[0]),
-        is_prefetched=has_backward and not (spec.stalls or is_outside_fsdp),
-        reopens=reopens,
+        is_prefetched=has_backward and not (stays or spec.stalls or is_outside_fsdp),
+        reopens=None if strategy.keeps_unsharded else reopens,
+        stays=stays,
     )

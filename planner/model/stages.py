@@ -52,6 +52,8 @@ class Stage:
     left_unsharded: tuple[int, ...] = ()
     """Spanning operators that a call of a later stage leaves unsharded in backward: it is handed nothing that needs a
     gradient, on which FSDP2 would hang its post-backward."""
+    reopened: tuple[int, ...] = ()
+    """Spanning operators of which a later stage begins a round (`Call.reopens`), so that they are sharded here."""
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
     is_nested: bool = False
@@ -120,6 +122,20 @@ class StagedModel:
     def by_first_call(self) -> tuple[int, ...]:
         """All operators, those that are never called at the end."""
         return (*dict.fromkeys(call.operator for call in self.graph.calls), *self.idle)
+
+    @cached_property
+    def registered(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Operators of each block in the order in which FSDP2 has their parameters, if the block is one unit: as they
+        are registered.  Those of several modules it has as these are listed.
+        """
+        orders = [operator.order for operator in self.graph.operators]
+        blocks = (stage.operators for stage in self.stages if stage.block is not None)
+        return {operators: tuple(sorted(operators, key=orders.__getitem__)) for operators in blocks}
+
+    @cached_property
+    def staying(self) -> frozenset[int]:
+        """Operators that nothing shards after their last call in forward (`Call.stays`)."""
+        return frozenset(call.operator for call in self.graph.calls if call.stays)
 
     @property
     def spanning(self) -> tuple[int, ...]:
@@ -211,14 +227,15 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         waits = tuple(o for o in sorted(spanning) if last_read[o] >= stop)
-        later = {call.operator: call.late for call in reversed(graph.calls[stop:]) if call.operator in spanning}
-        left_unsharded = tuple(o for o in sorted(spanning) if later.get(o) and runs_back(graph, (o,)))
+        later = {call.operator: call for call in reversed(graph.calls[stop:]) if call.operator in spanning}
+        left_unsharded = tuple(o for o in sorted(later) if later[o].late and runs_back(graph, (o,)))
+        reopened = tuple(o for o in sorted(later) if later[o].reopens and first[o] < stop)
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
             shapes = tuple(tuple(replace(p, name="") for p in graph.operators[o].parameters) for o in operators)
-            key = (graph.blocks[block].block_class, shapes, around, waits, left_unsharded, takes)
+            key = (graph.blocks[block].block_class, shapes, around, waits, left_unsharded, reopened, takes)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(
@@ -233,6 +250,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 closes=tuple(o for o in sorted(spanning) if start <= last[o] < stop),
                 waits=waits,
                 left_unsharded=left_unsharded,
+                reopened=reopened,
                 takes=takes,
                 is_nested=_is_nested(graph, operators),
                 can_offload=block is not None and graph.blocks[block].offloadable_bytes != Affine(),

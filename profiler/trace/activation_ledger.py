@@ -67,8 +67,9 @@ class Ledger:
         self.executions: list[Execution] = []
         self.block: int | None = None
         """The block execution that runs now."""
-        self.late = set[int]()
-        """Operators whose module, as it last began, was handed nothing that needs a gradient."""
+        self.entered = dict[int, tuple[str, bool]]()
+        """By operator: path of its module that began last, until a call of it does, and whether that was handed nothing
+        that needs a gradient."""
         self.edges: set[tuple[int, int]] = set()
         self.live: dict[int, LiveStorage] = {}
         self.resident: dict[int, int] = {}
@@ -106,13 +107,15 @@ class Ledger:
         """
         number -= is_in_function()
         self._note_holders()
+        module, late = self.entered.get(operator, ("", False))
+        self.entered[operator] = "", late
         if self.call.operator == NOBODY:
-            self.call.operator, self.call.block, self.call.late = operator, self.block, operator in self.late
+            self.call.operator, self.call.block, self.call.module, self.call.late = operator, self.block, module, late
             if not self.tally.events:
                 self.mark()
             self._open()
             return
-        self.call = CallRecord(operator, self.block, late=operator in self.late)
+        self.call = CallRecord(operator, self.block, module=module, late=late)
         self.tally = self.call.forward
         self.index = len(self.calls)
         self.calls.append(self.call)

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
@@ -22,7 +22,6 @@ from profiler.model_graph import (
     ModelGraph,
     Operator,
     OwnRerun,
-    Parameter,
     Recompute,
     Rerun,
     Work,
@@ -31,9 +30,11 @@ from profiler.model_source import ModelSource
 from profiler.opaque_parameters import is_opaque, tensors_of
 from profiler.trace.affine_fit import SINGLE, Sizes, envelope, exact_line, line
 from profiler.trace.call_records import CallRecord, Ending, Opening, Tally
-from profiler.trace.find_operators import Group, held_whole
+from profiler.trace.find_operators import Group
+from profiler.trace.graph_parameters import buffers_of, outside_of, parameter_of
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
+from profiler.trace.module_rounds import with_rounds
 from profiler.trace.unlike_passes import check_alike, order_of
 from profiler.trace.waiting_gradients import less, waiting_bytes, without_waiting
 
@@ -104,7 +105,8 @@ def assemble(
             call = replace(call, recomputed=_rerun(again, inputs), selective=_rerun(selected, inputs))
             fitted[same] = replace(call, apart=_apart(call, apart_runs, inputs))
         found.append(_placed(fitted[same], [record, *others], block, block_of, position, sizes))
-    found = _all_read(found)
+    uncalled = tuple(_uncalled(first, {index: groups[index] for index in order}))
+    found = with_rounds(_all_read(found), first.calls, groups, uncalled)
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
@@ -118,10 +120,10 @@ def assemble(
         blocks=blocks,
         edges=tuple(sorted(first.edges)),
         fingerprint=_fingerprint(operators, calls, blocks, precision, source.sequence_length),
-        outside=_outside(module, groups, dtypes),
-        buffers=_buffers(module),
+        outside=outside_of(module, groups, dtypes),
+        buffers=buffers_of(module),
         notes=(*source.notes, *_notes(module, passes, [groups[i] for i in unused], groups, blocks)),
-        uncalled=tuple(_uncalled(first, {index: groups[index] for index in order})),
+        uncalled=uncalled,
         left_bytes=_charged([one.left for one in passes.values()], sizes),
         cycle_bytes=_charged([_most_in_cycles(size, passes, recomputed, selective) for size in sizes], sizes),
     )
@@ -332,6 +334,7 @@ def _operators(
     block_paths: Sequence[str],
 ) -> tuple[Operator, ...]:
     named = dict(module.named_parameters())
+    orders = {name: place for place, name in enumerate(named)}
     inside = [{*module.get_submodule(path).modules()} for path in block_paths]
     own = [{module.get_submodule(path) for path in group.modules} for group in groups]
     blocks: list[set[int | None]] = [set() for _ in groups]
@@ -342,48 +345,13 @@ def _operators(
         Operator(
             name=group.modules[0],
             kind=type(module.get_submodule(group.modules[0])).__name__,
-            parameters=tuple(_parameter(name, named[name], dtypes[name]) for name in group.parameters),
+            parameters=tuple(parameter_of(name, named[name], dtypes[name]) for name in group.parameters),
             modules=group.modules,
             block=next(iter(blocks[index])) if len(blocks[index]) == 1 else None,
+            order=min((orders[name] for name in group.parameters), default=0),
         )
         for index, group in enumerate(groups)
     )
-
-
-def _parameter(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> Parameter:
-    rest = str(dtype.rest).removeprefix("torch.")
-    return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps)
-
-
-def _outside(module: nn.Module, groups: Sequence[Group], dtypes: Mapping[str, RestingDtype]) -> tuple[Parameter, ...]:
-    """Return the parameters that are in no operator."""
-    names = held_whole(module, groups)
-    return tuple(one for name in names for one in _parts(name, module.get_parameter(name), dtypes[name]))
-
-
-def _buffers(module: nn.Module) -> tuple[Parameter, ...]:
-    """Return the storages of a module's buffers, each once, under the name of a buffer that has it."""
-    storages = {buffer.untyped_storage()._cdata: (name, buffer) for name, buffer in module.named_buffers()}
-    return tuple(buffer_of(name, buffer) for name, buffer in storages.values())
-
-
-def buffer_of(name: str, tensor: Tensor) -> Parameter:
-    """Return the storage of a tensor that every rank holds whole, as a parameter that is not trained."""
-    return Parameter(
-        name,
-        (tensor.untyped_storage().nbytes() // tensor.element_size(),),
-        trainable=False,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        keeps_dtype=True,
-    )
-
-
-def _parts(name: str, parameter: nn.Parameter, dtype: RestingDtype) -> list[Parameter]:
-    """Return a parameter, or what an opaque one holds."""
-    if not is_opaque(parameter):
-        return [_parameter(name, parameter, dtype)]
-    own = [nn.Parameter(tensor, requires_grad=False) for tensor in tensors_of(name, parameter)]
-    return [_parameter(name, one, RestingDtype(one.dtype, one.dtype, keeps=True)) for one in own]
 
 
 def _blocks(

@@ -90,6 +90,8 @@ class CallRecord:
 
     operator: int
     block: int | None
+    module: str = ""
+    """Path of the operator's module that began with it; empty where none did."""
     saved: Charge = NO_CHARGE
     """What the call keeps if its block does."""
     recomputed: Charge = NO_CHARGE

@@ -154,7 +154,7 @@ class Meter(UncompiledMode):
                 if not ledger.in_backward:
                     with torch._C.DisableTorchFunction():
                         needed = needs_gradient(handed_tensors(args, kwargs))
-                    (ledger.late.discard if needed else ledger.late.add)(operator)
+                    ledger.entered[operator] = path, not needed
                     self._entered = (operator, next_number())  # the next op starts a call of it
             try:
                 return run(*args, **kwargs)

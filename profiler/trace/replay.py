@@ -87,7 +87,7 @@ class Replay:
             raise UnlikeError
         for call, other in zip(found, expected, strict=True):
             if call.block in self.stand_ins.executions:
-                call.operator, call.reads = other.operator, other.reads
+                call.operator, call.module, call.reads = other.operator, other.module, other.reads
             elif call.operator != other.operator:
                 raise UnlikeError
         return replace(short, calls=found, executions=executions)

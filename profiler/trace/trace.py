@@ -36,10 +36,11 @@ from profiler.plain_attributes import unregistered_tensors
 from profiler.reentrant_checkpoints import reentrant_as_others
 from profiler.simulated_ranks import simulated_ranks
 from profiler.trace.affine_fit import SIZES, StepsError
-from profiler.trace.build_graph import assemble, buffer_of
+from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, find_groups, held_whole
+from profiler.trace.graph_parameters import buffer_of
 from profiler.trace.handed_parameters import handed_are_read
 from profiler.trace.metered_pass import trains
 from profiler.trace.passes import run_sizes
