@@ -33,7 +33,13 @@ def simulated_ranks(world_size: int | None, rank: int = 0) -> Iterator[None]:
         yield
         return
     hook = sys.excepthook  # which gets one around it that says the rank of each line
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    debugging: Any = dist  # of which PyTorch's hints leave out what follows
+    level = debugging.get_debug_level()
+    debugging.set_debug_level(debugging.DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wants other ranks that answer
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    finally:
+        debugging.set_debug_level(level)
     try:
         yield
     finally:

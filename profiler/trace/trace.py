@@ -201,6 +201,8 @@ def _traced(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
+    if synchronized := sum(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        notes.append(f"the time in which {synchronized} SyncBatchNorm layers exchange statistics is in no prediction")
     notes += _notes_on_running(graph, run.rerun, autocast_is_off=autocast.is_off)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"

@@ -62,6 +62,17 @@ def test_one_process_is_left_as_it_was() -> None:
     assert traced(source_of(Compared, "gather_differentiably"), world_size=None).world_size == 0, "it ran alone"
 
 
+def test_the_debug_level_of_the_user_does_not_matter() -> None:
+    """PyTorch would make a gloo group that waits for the ranks."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        assert traced(source_of(Compared, "summed")).world_size == RANKS
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    finally:
+        dist.set_debug_level(level)
+
+
 class Gathers(nn.Module):
     """Gathers features of which no gradient is wanted, and then forgets them."""
 
