@@ -27,7 +27,6 @@ from osdp.prepare import prepare
 from osdp.wrapped_once import WRITTEN, WrappedOnce, check_unwrapped
 from planner.plan import Plan
 from profiler.errors import OsdpError
-from profiler.nested_tensors import tensors_in
 from runtime.apply_schedule import apply_schedule, default_device
 from runtime.deferred_init.deferred_init import is_meta, record
 from runtime.deferred_init.initialise import fill, share_rank_0
@@ -322,7 +321,7 @@ class OSDP(WrappedOnce):
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                with naming_sharded_parameters(has_samples=bool(tensors_in((args, kwargs)))):
+                with naming_sharded_parameters(self.module):
                     return method(*args, **kwargs)
             return self._accumulation.infer(method, *args, **kwargs)
 

@@ -7,7 +7,8 @@
 
 Here they are computed as an optimizer's step computes them (`dtensor_operations`): a plain tensor is a whole one, equal
 on all ranks.  But a model's forward hands plain tensors, other ones on each rank, to a parameter that is not gathered:
-that is refused, as is what would have a gradient that is no DTensor.
+that is refused, as is what would have a gradient that is no DTensor.  There the model's own plain parameters alone are
+known to be whole, as those of a frozen teacher that it moves towards a sharded student.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
@@ -88,7 +89,7 @@ def _check(op: Any, plain: list[Tensor], tensors: list[Any], written: list[Any])
     is_compared = op.overloadpacket.__name__ in COMPARED
     is_recorded = torch.is_grad_enabled() and not is_compared and any(one.requires_grad for one in tensors)
     has_gradient = any(one.requires_grad for one in plain) or any(one is other for one in plain for other in written)
-    if _forwards or (is_recorded and has_gradient):
+    if (_forwards and not _are_of(_forwards[-1], plain)) or (is_recorded and has_gradient):
         raise ShardedOperationError(
             "a plain tensor and a sharded parameter, gradient or state are computed with together",
             got=f"{op}: mixed torch.Tensor and DTensor, of {tuple(plain[0].shape)}",
@@ -97,14 +98,21 @@ def _check(op: Any, plain: list[Tensor], tensors: list[Any], written: list[Any])
         )
 
 
-_forwards: list[bool] = []
-"""Not empty while a model runs forward or backward."""
+def _are_of(module: nn.Module | None, tensors: list[Tensor]) -> bool:
+    """Return whether tensors are in the memory of a module's parameters."""
+    parameters = () if module is None else module.parameters()
+    known = {one.untyped_storage()._cdata for one in parameters if not isinstance(one, DTensor)}
+    return all(one.untyped_storage()._cdata in known for one in tensors if one.numel() != 1)
+
+
+_forwards: list[nn.Module | None] = []
+"""The models that run forward or backward, if they are known, the innermost last."""
 
 
 @contextmanager
-def in_model() -> Iterator[None]:
+def in_model(module: nn.Module | None) -> Iterator[None]:
     """Let plain tensors be taken for those of a model, which has other ones on each rank."""
-    _forwards.append(True)
+    _forwards.append(module)
     try:
         yield
     finally:

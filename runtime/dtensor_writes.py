@@ -138,12 +138,13 @@ def follow_writes() -> None:
         setattr(DTensor, name, _turning(getattr(Tensor, name), getattr(Tensor, name[:-1])))
     setattr(DTensor, "view_as", _view_as)  # noqa: B010
     setattr(Part, "detach", _viewing(Tensor.detach, "detach"))  # noqa: B010
+    # Not of all tensors: modes look for the functions of `Tensor.data`, which those would then not be.
     setattr(nn.Parameter, "data", property(Tensor.data.__get__, _set_data))  # type: ignore[attr-defined]  # noqa: B010
 
 
 def _set_data(parameter: nn.Parameter, values: Tensor) -> None:
     """Set the data of a parameter that is no DTensor: of a DTensor to the whole of it, which is a collective call."""
-    whole = gathered(values) if isinstance(values, DTensor) else values
+    whole = _gathered(values).to(parameter.device) if isinstance(values, DTensor) else values
     Tensor.data.__set__(parameter, whole)  # type: ignore[attr-defined]
 
 

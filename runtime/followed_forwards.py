@@ -29,7 +29,7 @@ def follow_forwards(module: FSDPModule) -> None:
         returned: set[nn.Module] = set()
         group.post_forward = partial(_post_forward, group, group.post_forward, returned)
         for one in group.modules if len(group.modules) > 1 else ():
-            one.register_forward_hook(partial(_note_returned, returned))
+            one.register_forward_hook(partial(_note_returned, returned), prepend=True)  # FSDP2's may end the forward
 
 
 def _note_returned(returned: set[nn.Module], module: nn.Module, args: Any, output: Any) -> None:

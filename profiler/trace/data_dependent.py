@@ -128,7 +128,7 @@ class DataDependent:
         """Note what is known, or assumed, of the outputs of `out = op(*args, **kwargs)`, and of what it wrote into."""
         if dependence.is_collective:
             self.runs_collectives = True
-            self.values.exchange(op, args, out)
+            self.values.exchange(op, dependence.effects, args, out)
             return
         known = self.values.follow(op, dependence.effects, args, kwargs, tensors, out)
         if not known and dependence.assume is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
-from profiler.simulated_ranks import exchanged, repeated
+from profiler.simulated_ranks import Part, exchanged
 
 CPU = torch.device("cpu")
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
@@ -178,14 +178,22 @@ class KnownValues:
                 self.forget(tensor)
         return known
 
-    def exchange(self, op: OpOverload, args: Sequence[Any], out: Any) -> None:
+    def exchange(self, op: OpOverload, written: Effects, args: Sequence[Any], out: Any) -> None:
         """Note what is known after a collective of ranks that hold the same, which is not run again for its values."""
+        found = []
         for exchange in exchanged(op, args, out):
             view = self._view(exchange.source)
-            if view is None or not exchange.is_even:
-                self.forget(exchange.target)
+            if view is not None and exchange.is_known:
+                found.append((exchange.target, _received(view, exchange.part, _layout(exchange.target))))
+        named = dict(zip(written.names, args, strict=False))
+        for tensor in _tensors([named.get(name) for name in written.written]):
+            self.forget(tensor)
+        for target, contents in found:
+            if has_data(target):
+                with computing():
+                    target.copy_(View(contents, *_layout(target)[:4]).over(contents.storage()))
             else:
-                self._hold(exchange.target, _received(view, exchange.elements, _layout(exchange.target)))
+                self._hold(target, contents)
 
     def computed(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
         """Return what an op makes of known values: numbers as they are, tensors without data, unless all come with it.
@@ -311,9 +319,9 @@ def _laid_out(
     return storage
 
 
-def _received(view: View, elements: int, layout: Layout) -> Contents:
-    """Return what a storage of that layout holds which has received the first elements of a view, over and over."""
-    return Contents(lambda: _laid_out(repeated(view.over(view.contents.storage()), elements, layout[1]), *layout))
+def _received(view: View, part: Part, layout: Layout) -> Contents:
+    """Return what a storage of that layout holds which has received a part of a view."""
+    return Contents(lambda: _laid_out(part.repeated(view.over(view.contents.storage()), layout[1]), *layout))
 
 
 def _layout(tensor: Tensor) -> Layout:

@@ -25,6 +25,7 @@ from profiler.model_graph import Recompute
 from profiler.nested_tensors import tensors_in
 from profiler.rerun_arguments import handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept
+from profiler.simulated_ranks import without_sending
 from profiler.trace.activation_ledger import Ledger, needs_gradient
 from profiler.trace.autograd_order import is_checkpointed, next_number, running_number
 from profiler.trace.call_records import Execution
@@ -375,7 +376,7 @@ class Meter(UncompiledMode):
             self.written.note(func, args, kwargs)
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
-                out = func(*args, **kwargs)
+                out = without_sending(func, args, kwargs) if op.data.is_collective else func(*args, **kwargs)
                 self._data.follow(func, op.data, args, kwargs, tensors, out)
                 return out
             if foreign:  # constants that meet traced tensors

@@ -91,7 +91,7 @@ def trace_model(
                 return _trace(source, settings, expert_imbalance, (micro_batch,))
 
     graph = traced(0)
-    if graph.world_size < 2 or dist.is_initialized():  # then the other ranks trace as well
+    if graph.world_size < 2 or dist.is_initialized():  # then each rank that wraps the model traces it: `osdp.prepare`
         return graph
     some = run_by_some([graph.running, traced(graph.world_size - 1).running])
     notes = (f"run on some ranks only; several ranks cannot run this model: {_listed(some)}",) if some else ()
@@ -234,11 +234,22 @@ def _traced(
 def _left_to_the_end(graph: ModelGraph, unreached: frozenset[str]) -> ModelGraph:
     """Return a graph in which what no gradient reaches is late: FSDP2 hangs the end of a unit's backward on its first
     module, and where that is a pooler of which nothing reads, parameters and gradients of all that is wrapped with it
-    stay.
+    stay.  In a block of which no gradient reaches what is trained, frozen layers are late too.
     """
-    calls = tuple(replace(one, late=one.late or graph.operators[one.operator].name in unreached) for one in graph.calls)
-    whole = ({graph.operators[one.operator].name for one in calls[b.first_call : b.last_call]} for b in graph.blocks)
-    blocks = tuple(replace(b, late=b.late or names <= unreached) for b, names in zip(graph.blocks, whole, strict=True))
+    operators = graph.operators
+    trained = [any(parameter.trainable for parameter in operator.parameters) for operator in operators]
+    ends = set[int]()
+    for number, block in enumerate(graph.blocks):
+        inside = graph.calls[block.first_call : block.last_call]
+        names = {operators[call.operator].name for call in inside if trained[call.operator]}
+        ends |= {number} if names and names <= unreached else set()
+    ranges = (range(graph.blocks[number].first_call, graph.blocks[number].last_call) for number in ends)
+    of_ends = {index for indices in ranges for index in indices}
+    calls = tuple(
+        replace(call, late=call.late or index in of_ends or operators[call.operator].name in unreached)
+        for index, call in enumerate(graph.calls)
+    )
+    blocks = tuple(replace(one, late=one.late or number in ends) for number, one in enumerate(graph.blocks))
     return replace(graph, calls=calls, blocks=blocks)
 
 

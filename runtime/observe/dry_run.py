@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.errors import OsdpError
 from profiler.fake_devices import modules_converted
 from profiler.garbage_collection import without_garbage_collection
-from profiler.simulated_ranks import NAMESPACES, exchanged, repeated, simulated_ranks
+from profiler.simulated_ranks import NAMESPACES, exchanged, simulated_ranks
 from runtime.apply_schedule import apply_schedule
 from runtime.fully_shard_compat import few_chunks
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
@@ -79,10 +79,6 @@ def dry_run(script: Script, schedule: Schedule, rank: int = 0, *, with_data: boo
     There must be no process group yet.  Raises what the model or its
     wrapping raise, and OsdpError for what the runtime refuses.
     """
-    if dist.is_initialized():
-        what = "a dry run makes its own process group, so it needs a process of its own"
-        got = "a process group that is initialised"
-        raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     # What is in cycles is freed before each step: looking for it costs the more, the more the process has made before.
     with fake_world(schedule.world_size, rank), warnings.catch_warnings(), without_garbage_collection():
         warnings.simplefilter("ignore")
@@ -147,9 +143,9 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs or {})
         if func.namespace in NAMESPACES:
             for exchange in exchanged(func, args, out):
-                target, source, elements = exchange
-                if exchange.is_even and target.numel() <= _FEW:
-                    target.detach().copy_(repeated(source.detach(), elements, target.shape))
+                target, source, part = exchange
+                if exchange.is_known and target.numel() <= _FEW:
+                    target.detach().copy_(part.repeated(source.detach(), target.shape))
         return out.zero_() if func.name() in _WITHOUT_VALUES else out
 
 
@@ -202,7 +198,10 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Part
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Be one rank of a process group that sends nothing."""
+    """Be one rank of a process group that sends nothing. Raises OsdpError if there is one already."""
+    if dist.is_initialized():
+        what, got = "a dry run makes its own process group", "a process group that is initialised"
+        raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     with simulated_ranks(world_size, rank):
         forget_meshes()
         try:

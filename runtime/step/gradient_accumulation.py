@@ -148,7 +148,7 @@ class Accumulation:
         self._check_registered()
         self.sharded.reshard()  # the last forward's backward may never have come, and values have changed
         postponed = self._postpones
-        with naming_sharded_parameters():
+        with naming_sharded_parameters(self.sharded.module):
             output = self.sharded.module(*args, **kwargs)
         if not any(without_transforms(tensor).requires_grad for tensor in tensors_in(output)):  # of a frozen model
             self.sharded.reshard()
@@ -162,8 +162,7 @@ class Accumulation:
         """
         self._check_registered()
         self.sharded.reshard()
-        has_samples = function is self.sharded.module or bool(tensors_in((args, kwargs)))
-        with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters(has_samples=has_samples):
+        with torch.inference_mode(False), torch.no_grad(), naming_sharded_parameters(self.sharded.module):
             output = function(*args, **kwargs)
         self.sharded.reshard()
         return output

@@ -1,23 +1,28 @@
 """Says which use of a parameter found it sharded, where PyTorch only says that it got a DTensor."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+
+from torch import nn
 
 from profiler.errors import OsdpError, first_line
 from runtime.dtensor_beside import in_model
 
+_TRANSFORMED = ("it must override the setup_context staticmethod", "that would mutate a captured Tensor")
+"""In the words of torch.func, of hooks of inputs and of what gathers parameters in a transform."""
+
 
 @contextmanager
-def naming_sharded_parameters(*, in_backward: bool = False, has_samples: bool = True) -> Iterator[None]:
+def naming_sharded_parameters(module: nn.Module | None = None, *, in_backward: bool = False) -> Iterator[None]:
     """Raise OsdpError where a forward, a backward or another method computes with a parameter that is not gathered.
 
-    Without samples, which are other ones on each rank, it may compute with them as code outside of the model may.
+    Parameters of the `module` that every rank has whole may be changed by those that are sharded.
     """
     try:
-        with in_model() if has_samples else nullcontext():
+        with in_model(module):
             yield
     except RuntimeError as error:
-        if "it must override the setup_context staticmethod" in str(error):  # FSDP2's and our hooks of inputs
+        if any(words in str(error) for words in _TRANSFORMED):
             what = "a layer that is sharded by itself runs under vmap or another transform of torch.func"
             expected = "a layer of a block that is sharded whole"
             advice = "pin the layers of its block to one strategy, as in blocks.*=shard, or all to *=replicate"

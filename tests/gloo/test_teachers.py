@@ -1,15 +1,17 @@
-"""Teachers that follow a student by methods of the model, whatever the strategies of either."""
+"""Teachers that follow a student by a method of the model or in a loop, whatever the strategies of either."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from toys import refusal
 
 WIDTH, RANKS, STEPS = 16, 2, 2
 STRATEGIES = ("shard", "replicate", "owner")
@@ -41,7 +43,11 @@ def of_lists(teacher: Parameters, student: Parameters) -> None:
     torch._foreach_lerp_(teacher, student, 0.1)  # type: ignore[arg-type]
 
 
-FOLLOWS: list[Callable[[Parameters, Parameters], None]] = [lerp, by_data, by_data_of_the_student, in_place, of_lists]
+Follow = Callable[[Parameters, Parameters], None]
+INSIDE: list[Follow] = [lerp, in_place, of_lists]
+"""What a method of the model does."""
+OUTSIDE: list[Follow] = [lerp, by_data, by_data_of_the_student, in_place, of_lists]
+"""What a loop does."""
 
 
 class Taught(nn.Module):
@@ -54,9 +60,13 @@ class Taught(nn.Module):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     @torch.no_grad()
-    def follow(self, how: Callable[[Parameters, Parameters], None]) -> None:
+    def follow(self, how: Follow) -> None:
         """Move the teacher towards the student."""
         how(list(self.teacher.parameters()), list(self.student.parameters()))
+
+    def drawn(self, rank: int) -> Tensor:
+        """Return other numbers on each rank, computed with a parameter that no forward gathers."""
+        return self.first.bias + torch.full((3, WIDTH), float(rank))
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, WIDTH) -> a loss."""
@@ -76,7 +86,7 @@ def built() -> Taught:
     return Taught()
 
 
-def trained(model: nn.Module, how: Callable[[Parameters, Parameters], None], rank: int, *, is_plain: bool) -> None:
+def trained(model: Any, how: Follow, rank: int, *, is_plain: bool, inside: bool) -> None:
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     for step in range(STEPS):
         model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
@@ -86,7 +96,11 @@ def trained(model: nn.Module, how: Callable[[Parameters, Parameters], None], ran
                 parameter.grad /= RANKS
         optimizer.step()
         optimizer.zero_grad()
-        model.follow(how)  # type: ignore[operator]
+        if inside:
+            model.follow(how)
+        else:
+            with torch.no_grad():
+                how(list(model.teacher.parameters()), list(model.student.parameters()))
 
 
 def compare(rank: int) -> list[str]:
@@ -95,21 +109,34 @@ def compare(rank: int) -> list[str]:
 
     wrong = []
     for number, (teacher, student) in enumerate(product(STRATEGIES, STRATEGIES)):
-        followed = FOLLOWS[number % 2 :: 2] if teacher != "replicate" else FOLLOWS
-        if {teacher, student} == {"shard", "owner"}:  # whose rows are others': that is refused
-            followed = [how for how in followed if how is not by_data_of_the_student]
-        for how in followed:
+        ways = [*product(INSIDE, [True]), *product(OUTSIDE, [False])]
+        for how, inside in ways[number % 3 :: 3] if teacher != "replicate" else ways[number % 2 :: 2]:
+            if how is by_data_of_the_student and {teacher, student} == {"shard", "owner"}:
+                continue  # their rows are others': that is refused
             alone = built()
-            trained(alone, how, rank, is_plain=True)
+            trained(alone, how, rank, is_plain=True, inside=inside)
             pins = ["*=shard", f"teacher.*={teacher}", f"student.*={student}"]
             model = OSDP(built(), {"micro_batch": 4, "optimizer": "sgd", "pins": pins})
-            trained(model, how, rank, is_plain=False)
+            trained(model, how, rank, is_plain=False, inside=inside)
             found = model.full_state_dict(rank0_only=False)
             far = [name for name, one in alone.state_dict().items() if not torch.allclose(found[name], one, atol=1e-6)]
-            wrong += [f"{how.__name__}, {pins}: {far}"] if far else []
+            wrong += [f"{how.__name__}, {inside}, {pins}: {far}"] if far else []
     return wrong
 
 
-def test_a_method_of_the_model_may_move_the_teacher() -> None:
+def refuse(rank: int) -> str:
+    """Return what is said where each rank's own numbers meet a sharded parameter, or what is computed."""
+    from osdp import OSDP
+
+    model = OSDP(built(), {"micro_batch": 4, "optimizer": "sgd", "pins": ["*=shard"]})
+    return refusal(lambda: model.drawn(rank))
+
+
+def test_a_method_of_the_model_or_a_loop_may_move_the_teacher() -> None:
     """A frozen teacher that every rank has whole was refused beside a sharded student; and with `.data` ended ranks."""
     assert run_ranks(compare, RANKS) == [[], []]
+
+
+def test_what_ranks_draw_themselves_is_not_taken_for_whole() -> None:
+    for said in run_ranks(refuse, RANKS):
+        assert said.startswith("a parameter is used where it is not gathered")

@@ -117,15 +117,20 @@ class Pooled(nn.Module):
         super().__init__()
         self.how = how
         self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(4 if how == "pooled by a frozen block" else 3))
         self.pooler = nn.Linear(WIDTH, WIDTH)
+        for layer in self.layers[3:]:
+            layer.requires_grad_(False)
+            layer.up.requires_grad_(True)  # as an adapter
         self.transform, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, LENGTH) -> a loss."""
         x = self.embed(tokens)
-        for layer in self.layers:
+        for layer in self.layers[:3]:
             x = layer(x)
+        for layer in self.layers[3:]:
+            layer(x)
         if self.how == "pooled before":
             torch.tanh(self.pooler(x[:, 0]))
         x = self.head(torch.relu(self.transform(x)))
@@ -189,7 +194,10 @@ def test_what_never_runs_rests(strategy: str, accumulation: int, recomputes: boo
 
 @pytest.mark.parametrize(
     ("how", "strategy", "recomputes"),
-    some([*product(("pooled before", "pooled after"), ("shard", "shard_grad", "owner"), (True, False))], 4),
+    [
+        *some([*product(("pooled before", "pooled after"), ("shard", "shard_grad", "owner"), (True, False))], 4),
+        *product(["pooled by a frozen block"], ["shard"], (True, False)),
+    ],
 )
 def test_what_the_loss_does_not_read_leaves_its_unit_unsharded(how: str, strategy: str, recomputes: bool) -> None:
     """Gradients and states of it are counted all the same, as notes say."""

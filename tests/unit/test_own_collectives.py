@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from collective_models import EXCHANGES, FEATURES, WIDTH, Compared, ExpertsOnRanks
 from command_line import Cli
 from rehearsals import compare, plan_of
@@ -106,6 +107,86 @@ def test_a_list_is_gathered_in_one_piece_beside_it(into_list: bool, copies: int)
     assert found == pytest.approx(own + features + copies * RANKS * features, abs=2048)
 
 
+def told_by_a_sum(rows: Tensor) -> Tensor:
+    dist.all_reduce(rows)
+    return rows
+
+
+def told_by_the_largest(rows: Tensor) -> Tensor:
+    dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    return rows
+
+
+def told_by_scattered_sums(rows: Tensor) -> Tensor:
+    own = torch.zeros_like(rows)
+    dist.reduce_scatter_tensor(own, rows.repeat(dist.get_world_size()))
+    return own
+
+
+def told_to_all(rows: Tensor) -> Tensor:
+    every = rows.repeat(dist.get_world_size()) * 0
+    dist.all_gather_into_tensor(every, rows)
+    return every.sum()
+
+
+def told_by_a_function(rows: Tensor) -> Tensor:
+    return functional.all_reduce(rows, "sum", dist.group.WORLD)
+
+
+def told_to_each(rows: Tensor) -> Tensor:
+    """Rank 0 is told the first number, others larger ones."""
+    told = rows * torch.arange(1, dist.get_world_size() + 1)
+    theirs = torch.zeros_like(told)
+    dist.all_to_all_single(theirs, told)
+    return theirs.sum()
+
+
+def told_by_the_first(rows: Tensor) -> Tensor:
+    dist.broadcast(rows, 0)
+    return rows
+
+
+TOLD = {
+    told_by_a_sum: RANKS,
+    told_by_the_largest: 1,
+    told_by_scattered_sums: RANKS,
+    told_to_all: RANKS,
+    told_by_a_function: RANKS,
+    told_to_each: RANKS,
+    told_by_the_first: 1,
+}
+
+
+class Told(nn.Module):
+    """Makes as many rows as ranks tell it, each of which has its micro-batch."""
+
+    def __init__(self, tell: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head, self.tell = nn.Linear(WIDTH, WIDTH), tell
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, WIDTH) -> a loss."""
+        rows, y = int(self.tell(torch.tensor([len(x)]))), self.head(x)
+        more = x.new_ones(rows, WIDTH)
+        return y.sum() + (more * y.mean()).sum()
+
+    def example_inputs(self, batch: int) -> tuple[Tensor]:
+        """Return the argument of forward."""
+        return (torch.randn(batch, WIDTH),)
+
+
+@pytest.mark.parametrize(("tell", "times"), TOLD.items())
+def test_what_ranks_tell_each_other_is_known(tell: Callable[[Tensor], Tensor], times: int) -> None:
+    """At most there are the rank's input, its output, the rows and their products; then a dry run has as much."""
+    source, machine = source_of(Told, tell), cluster(2, 2)
+    graph = traced(source)
+    (call,) = graph.calls
+    assert call.forward_peak_bytes(MICRO_BATCH) == pytest.approx((2 + 2 * times) * 4 * WIDTH * MICRO_BATCH, rel=0.03)
+    plan = plan_of(graph, machine, {"head": "shard"}, micro_batch=MICRO_BATCH)
+    for with_data in (True, False):
+        assert -0.01 < compare(plan, source, graph, machine, with_data=with_data).error < 0.05
+
+
 class Objects(nn.Module):
     """Tells other ranks what is no tensor."""
 
@@ -116,7 +197,7 @@ class Objects(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, WIDTH) -> a loss."""
         lengths: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(lengths, len(x))
+        dist.all_gather_object(object_list=lengths, obj=len(x))
         dist.broadcast_object_list(lengths)
         dist.barrier()
         scale: Tensor = self.head(x).sum() / sum(length or 0 for length in lengths)
