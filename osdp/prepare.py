@@ -53,7 +53,7 @@ def prepare(
 
     def trace() -> tuple[bool, tuple[str, ...]]:
         traces.append(_trace(model, description, device_info, example_inputs))
-        return isinstance(traces[0].wish, Plan), traces[0].graph.running if traces[0].graph.world_size else ()
+        return isinstance(traces[0].wish, Plan), traces[0].graph.running
 
     given, running = zip(*Agreement.all().gather("trace the model", trace), strict=True)
     if len(set(given)) > 1:
@@ -132,7 +132,7 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
         cluster = cluster_of_plan(wish, device_info)
         source = source_of(model, wish.model.name, wish.model.sequence_length, example_inputs)
         ref, settings = wish.model, (wish.micro_batch, wish.model.master_weights, wish.asked.expert_imbalance)
-        graph = trace_model(source, ref.precision, cluster.device.kind, *settings, cluster.world_size)
+        graph = trace_model(source, ref.precision, cluster.device.kind, *settings, world_size=cluster.world_size)
         check_parameters(wish, graph)
         return _Traced(graph, cluster, wish)
     cluster, limit_bytes = cluster_of_ranks(device_info)
@@ -144,6 +144,6 @@ def _trace(model: Model, description: Described, device_info: DeviceInfo, exampl
     request = Request(limit_bytes, *asked, default_headroom(cluster), roomier_headroom(cluster), **options)
     name = wish.name or str(getattr(model, "__name__", type(model).__name__))
     source = source_of(model, name, wish.sequence_length, example_inputs)
-    asked_of_trace = wish.micro_batch, master_weights, imbalance, cluster.world_size
-    graph = trace_model(source, wish.precision, cluster.device.kind, *asked_of_trace)
+    asked_of_trace = wish.precision, cluster.device.kind, wish.micro_batch, master_weights, imbalance
+    graph = trace_model(source, *asked_of_trace, world_size=cluster.world_size)
     return _Traced(graph, cluster, request)

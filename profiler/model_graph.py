@@ -154,7 +154,7 @@ class Operator:
     which they do not lie)."""
     order: int = field(default=0, repr=False)
     """Place of its first parameter among all as they are registered: modules may run in another order.  In no
-    fingerprint (`repr`), as nothing that is computed depends on it."""
+    fingerprint (`repr`), which are older: plans are for the same model still."""
 
     @property
     def numel(self) -> int:
@@ -443,7 +443,7 @@ class ModelGraph:
     """Dtype that `torch.autocast` has products compute in, `bf16` or `fp16`; empty: no forward asks for it."""
 
     world_size: int = 0
-    """Ranks that collectives of the model's own were traced over; 0: it runs none, and the graph is right for any."""
+    """Ranks that collectives of the model's own were traced over; 0: none ran."""
 
     left_bytes: Affine = Affine()
     """What outlives a step in the model otherwise than in buffers, as states for the next one, attention maps to look

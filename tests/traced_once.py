@@ -94,23 +94,29 @@ def _told(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def trace_once(
-    source: ModelSource, precision: str = "fp32", device_type: str = "cpu", micro_batch: int | None = None, *others: Any
+    source: ModelSource,
+    precision: str = "fp32",
+    device_type: str = "cpu",
+    micro_batch: int | None = None,
+    *others: Any,
+    world_size: int | None = None,
 ) -> ModelGraph:
     """Stand in for `trace_model`, which takes most of the time of a small model."""
+    trace = partial(trace_model, world_size=world_size)
     if device_type != "cpu" or (isinstance(source, Known) and hasattr(source.live, BY_EACH)):
         source = source.copied() if isinstance(source, Known) else source
-        return trace_model(source, precision, device_type, micro_batch, *others)
-    settings = precision, device_type, None, *others[:2], *UNTOLD[len(others) :], source.sequence_length
+        return trace(source, precision, device_type, micro_batch, *others)
+    settings = precision, device_type, None, *others, *UNTOLD[len(others) :], source.sequence_length
+    given = precision, device_type, micro_batch, *others
     if isinstance(source, Known):
-        copied, given = source.copied, (precision, device_type, micro_batch, *others)
-        return graph_once(source.live, source.name, settings, lambda: trace_model(copied(), *given))
+        copied = source.copied
+        return graph_once(source.live, source.name, settings, lambda: trace(copied(), *given))
     try:
         with torch.device("meta"):
             module = source.build()
     except OsdpError:  # of a model that cannot be built so
-        return trace_model(source, precision, device_type, micro_batch, *others)
-    trace = partial(trace_model, source, precision, device_type, micro_batch, *others)
-    return graph_once(module, source.name, settings, trace)
+        return trace(source, *given)
+    return graph_once(module, source.name, settings, lambda: trace(source, *given))
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class TraceSettings:
 
         began_s = time.perf_counter()
         asked = self.precision, self.device_type, self.micro_batch, self.master_weights, self.expert_imbalance
-        graph = trace_model(source, *asked, self.world_size)
+        graph = trace_model(source, *asked, world_size=self.world_size)
         return Traced(graph, time.perf_counter() - began_s)
 
 

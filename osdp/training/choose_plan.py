@@ -54,7 +54,7 @@ def choose_plan(job: Job) -> tuple[Plan, float]:
 def opened(job: Job, plan: Plan) -> OpenPlan:
     """Trace the model of a job again and return the plan with all that its figures are made of."""
     cluster, ref = cluster_of_plan(plan, None), plan.model
-    settings = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance, cluster.world_size
+    settings = plan.micro_batch, ref.master_weights, plan.asked.expert_imbalance
     return open_plan(plan, trace_model(job.source, ref.precision, cluster.device.kind, *settings), cluster)
 
 

@@ -12,11 +12,15 @@ Stages with equal `stage_class` are interchangeable: the search only counts them
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 
 from profiler.cluster.cluster import Cluster
-from profiler.model_graph import Affine, Call, ModelGraph, Recompute
+from profiler.model_graph import Affine, Call, ModelGraph, Parameter, Recompute
+
+_NAMELESS = attrgetter(*(one.name for one in fields(Parameter) if one.name != "name"))
+"""Returns what a parameter is but for its name."""
 
 JOIN_NUMEL = 1 << 20
 """Parameters that a stage outside blocks gathers before it is closed (4 MiB in fp32, where the
@@ -234,8 +238,11 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())
         if block is not None and not holds_idle and not any(c.operator in spanning for c in calls):
-            shapes = tuple(tuple(replace(p, name="") for p in graph.operators[o].parameters) for o in operators)
-            key = (graph.blocks[block].block_class, shapes, around, waits, left_unsharded, reopened, takes)
+            shapes = tuple(tuple(map(_NAMELESS, graph.operators[o].parameters)) for o in operators)
+            order = [graph.operators[o].order for o in operators]
+            registered = tuple(sorted(range(len(order)), key=order.__getitem__))
+            around_it = around, waits, left_unsharded, reopened, takes
+            key = (graph.blocks[block].block_class, shapes, registered, *around_it)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(

@@ -59,6 +59,7 @@ def trace_model(
     micro_batch: int | None = None,
     master_weights: str = "",
     expert_imbalance: float = 1.0,
+    *,
     world_size: int | None = None,
 ) -> ModelGraph:
     """Measure a model's operators, calls and blocks without data and without a device.
@@ -195,14 +196,16 @@ def _traced(
         notes.append(f"works only under *=replicate, given the module itself: {'; '.join(elsewhere)}")
     if written:
         notes.append(f"the model itself changes parameters, which works only under *=replicate: {', '.join(written)}")
-    recurrent = [path for path, part in module.named_modules() if isinstance(part, nn.RNNBase)]
+    parts = [*module.named_modules()]
+    recurrent = [path for path, part in parts if isinstance(part, nn.RNNBase)]
     if recurrent and settings.device_type == "cuda":
         notes.append(
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
-    if synchronized := sum(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        notes.append(f"the time in which {synchronized} SyncBatchNorm layers exchange statistics is in no prediction")
+    if synchronized := [path for path, part in parts if isinstance(part, nn.SyncBatchNorm)]:
+        count = len(synchronized)
+        notes.append(f"the time in which {count} SyncBatchNorm layers exchange statistics is in no prediction")
     notes += _notes_on_running(graph, run.rerun, autocast_is_off=autocast.is_off)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("c10d", "_c10d_functional")
+from profiler.simulated_ranks import NAMESPACES
 
 OPERATIONS = {
     "allgather": "all_gather",

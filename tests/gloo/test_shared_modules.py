@@ -9,11 +9,14 @@ import pytest
 import torch
 from exported import parallelize_of, source_of
 from parity import cluster_of
+from ranks import run_ranks
 from shared_modules import Handed, InAll, InOne
 from thoroughness import some
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from toys import EVERY_RANK, RANKS, STRATEGIES, graph_of, plan_of, run_everywhere, seeded, train_on
+
+from runtime.observe.collective_log import record_collectives
 
 MODELS = [InAll, partial(InAll, has_gain=True), InOne, partial(InOne, has_gain=True), Handed]
 
@@ -54,3 +57,44 @@ def train_exported(rank: int, build: Callable[[], nn.Module], source: str) -> No
 def test_exported_modules_wrap_shared_ones_first(build: Callable[[], nn.Module]) -> None:
     source = source_of(plan_of(build(), "shard"), graph_of(build()), cluster_of(*RANKS))
     run_everywhere(train_exported, build, source)
+
+
+class TwoHeads(nn.Module):
+    """Two layers, and two heads with one weight, which are a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.other.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 8) -> a loss."""
+        x = self.second(self.first(x).relu()).relu()
+        loss: Tensor = self.head(x).square().mean() + self.other(-x).square().mean()
+        return loss
+
+    def example_inputs(self, batch: int) -> tuple[Tensor]:
+        """Return the argument of forward."""
+        return (torch.randn(batch, 8),)
+
+
+def count_gathers(rank: int) -> list[int]:
+    """Return how many all-gathers there are in steps, the third of which follows an evaluation."""
+    from osdp import OSDP
+
+    model, counts = OSDP(TwoHeads(), {"micro_batch": 2, "pins": ["*=shard"]}), []
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                model(torch.randn(2, 8))
+        with record_collectives() as record:
+            model(torch.randn(2, 8)).backward()
+        counts.append(sum(one.operation == "all_gather" for one in record))
+    return counts
+
+
+def test_an_evaluation_changes_no_prefetch_of_the_next_step() -> None:
+    """Heads that share a weight were gathered once more, as a forward without a backward counted as one with it."""
+    for counts in run_ranks(count_gathers, 2):
+        assert len(set(counts)) == 1

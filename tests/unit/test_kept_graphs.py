@@ -52,7 +52,7 @@ def traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _graph_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is traced has the same graph, where a test asks only what is traced."""
-    monkeypatch.setattr("profiler.trace.trace.trace_model", lambda source, *settings: GRAPH)
+    monkeypatch.setattr("profiler.trace.trace.trace_model", lambda source, *settings, world_size: GRAPH)
 
 
 @pytest.fixture
@@ -175,8 +175,8 @@ def test_a_graph_of_a_model_that_runs_collectives_is_kept_for_its_ranks(
 ) -> None:
     """That of another is found for any number of ranks."""
 
-    def traced(source: ModelSource, *settings: Any) -> ModelGraph:
-        return replace(GRAPH, world_size=settings[-1] if communicates else 0)
+    def traced(source: ModelSource, *settings: Any, world_size: int) -> ModelGraph:
+        return replace(GRAPH, world_size=world_size if communicates else 0)
 
     monkeypatch.setattr("profiler.trace.trace.trace_model", traced)
     (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))

@@ -69,6 +69,14 @@ def note_by_a_partial(model: Any) -> None:
     model.first.register_forward_hook(functools.partial(note, model.features))
 
 
+def note_by_a_default(model: Any) -> None:
+    def note(layer: nn.Module, args: Any, out: Tensor, kept: Any = model, *, name: Any = model.features) -> None:
+        kept.features["first"] = out
+        assert name is kept.features
+
+    model.first.register_forward_hook(note)
+
+
 def another_forward(model: Any) -> None:
     """As libraries that change a model after it was built put one in its place."""
     before = model.second.forward
@@ -120,6 +128,7 @@ CHANGES = [
     note_in_its_dict,
     note_by_a_method,
     note_by_a_partial,
+    note_by_a_default,
     another_forward,
     a_decorated_forward,
     a_layer_in_a_function,
@@ -178,3 +187,17 @@ def test_functions_that_know_nothing_of_the_module_are_taken_as_they_are() -> No
     made = copied(Model(lambda model: model.first.register_forward_hook(double)), {})
     assert list(made.get_submodule("first")._forward_hooks.values()) == [double]
     assert copy.deepcopy(made)(torch.ones(1, WIDTH)) == made(torch.ones(1, WIDTH))
+
+
+def test_what_holds_itself_is_looked_at_once() -> None:
+    def change(model: Any) -> None:
+        model.extra_lists = lists = list[Any]()
+        lists += [lists] * 1000
+        model.first.register_forward_hook(
+            lambda layer, args, out: model.features.__setitem__("first", out * len(lists))
+        )
+
+    live = Model(change)
+    made: Any = copied(live, {})
+    made(torch.randn(2, WIDTH))
+    assert made.extra_lists[0] is made.extra_lists is not live.extra_lists
