@@ -26,7 +26,7 @@ from profiler.module_copies import copied
 from profiler.opaque_parameters import is_opaque, rebuilt, tensors_of
 from profiler.trace.data_dependent import DataDependent
 from profiler.trace.op_cost import Op, describe
-from profiler.trace.python_values import PythonValues, as_if_real
+from profiler.trace.python_values import PythonValues, as_if_real, drawing_once
 from profiler.trace.shapes import make, predict
 from profiler.trace.uncompiled_mode import UncompiledMode
 
@@ -90,7 +90,7 @@ class FakeCpu:
     @contextmanager
     def building(self) -> Iterator[None]:
         values = PythonValues(self.data, self.torch_device)
-        with warnings.catch_warnings(), self._mode, as_if_real(), modules_converted(), values:
+        with warnings.catch_warnings(), self._mode, as_if_real(), modules_converted(), drawing_once(), values:
             # Copying a fake parameter, as nn.Transformer does, looks at its address to no harm.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield

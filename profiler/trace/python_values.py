@@ -188,12 +188,12 @@ def as_if_real() -> AbstractContextManager[Any]:
 def answering(data: DataDependent, *, is_building: bool = False) -> Iterator[None]:
     """Answer what depends on data as a trace does, for a program that runs, or builds a model, on fake tensors."""
     data.begin(1)
-    building, drawing = (data.building(), _drawing_once()) if is_building else (nullcontext(), nullcontext())
+    building, drawing = (data.building(), drawing_once()) if is_building else (nullcontext(), nullcontext())
     with building, drawing, as_if_real(), _AnsweringMode(data), PythonValues(data, torch.device("cpu")):
         yield
 
 
-def _drawing_once() -> AbstractContextManager[Any]:
+def drawing_once() -> AbstractContextManager[Any]:
     """Let `nn.init.trunc_normal_` draw once; that of torch 2.13 draws until it likes the values, which nobody knows.
 
     Its inner function is private; torch 2.11 (read), 2.12 (read) and 2.13 (run) have it, with the tensor first.

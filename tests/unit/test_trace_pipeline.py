@@ -30,6 +30,7 @@ from profiler.model_graph import Affine
 from profiler.model_source import ModelSource
 from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.trace import trace_model
+from profiler.trace.trace_errors import ModelError
 
 TWO_LAYERS = language_model(width=64, heads=4, length=64, words=256, tie="use", layers=2)
 """A case with a layer less."""
@@ -65,6 +66,31 @@ def test_a_model_that_wants_a_real_device_is_traced_on_fakes() -> None:
         trace_model(source(lambda: Model(8, 16), (4, 8))),
     )
     assert wrapped == plain
+
+
+class Truncated(MLP):
+    """Draws its weights until they lie within bounds, of either width: torch draws those in two ways."""
+
+    def __init__(self, *sizes: int, std: float = 0.02) -> None:
+        super().__init__(*sizes)
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, std=std)
+
+
+@pytest.mark.parametrize("std", [0.02, 50.0])
+def test_weights_drawn_within_bounds_are_drawn_on_fakes(std: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trace_model(source(lambda: MLP(8, 16), (4, 8)))
+    monkeypatch.setattr(profiler.trace.trace, "MetaDevice", FakeCpu)
+    assert trace_model(source(lambda: Truncated(8, 16, std=std), (4, 8))) == plain
+
+
+def test_what_their_forward_raises_is_what_is_said() -> None:
+    class Refusing(Truncated):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError(f"an image of {x.shape[-1]} pixels")
+
+    with pytest.raises(ModelError, match="an image of 8 pixels"):
+        trace_model(source(lambda: Refusing(8, 16), (4, 8)))
 
 
 def test_constants_in_the_model_do_not_count() -> None:
@@ -228,6 +254,7 @@ SCRIPT = """
 import torch
 from trace_models import LanguageModel, language_model, source
 from profiler.trace.trace import trace_model
+from profiler.trace.trace_errors import ModelError
 
 class Model(LanguageModel):
     # cumsum has no layout rule: torch's own kernel runs, and imports sympy in the very first pass.
