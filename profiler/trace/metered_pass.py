@@ -24,6 +24,7 @@ from profiler.trace.dataless_device import DatalessDevice
 from profiler.trace.find_operators import Group
 from profiler.trace.handover import NO_STAND_INS, StandIns, UnlikeError, note_shared
 from profiler.trace.live_storage import NO_CHARGE, Charge, LiveStorage
+from profiler.trace.matching import matched_in_order
 from profiler.trace.op_meter import Memo, Meter
 from profiler.trace.questions import AskedForeverError
 from profiler.trace.trace_errors import explain_trace
@@ -215,7 +216,14 @@ def _run_step(module: nn.Module, fed: list[Inputs], device: DatalessDevice, mete
     """
     ledger, saves_all = meter.ledger, options.recompute < Recompute.EVERYTHING
     inputs, goes_back = fed.pop(), trains(module) and options.recompute is not Recompute.OFFLOADED
-    with device.running(), options.reads, without_compiler(), meter, replaced_forwards(module, meter.watched):
+    with (
+        device.running(),
+        matched_in_order(device.data),
+        options.reads,
+        without_compiler(),
+        meter,
+        replaced_forwards(module, meter.watched),
+    ):
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda tensor: tensor)
         with torch.enable_grad(), hooks if saves_all else nullcontext():
             output = module(*inputs[0], **inputs[1])

@@ -18,6 +18,7 @@ from profiler.fake_devices import DEVICE, device_of
 from profiler.trace.data_checks import passing_value
 from profiler.trace.data_dependent import DataDependent, UnknownValueError
 from profiler.trace.known_values import computing, has_data
+from profiler.trace.matching import matched_in_order
 from profiler.trace.uncompiled_mode import UncompiledMode
 
 _READS: dict[Any, Callable[[Tensor], Any]] = {
@@ -189,7 +190,8 @@ def answering(data: DataDependent, *, is_building: bool = False) -> Iterator[Non
     """Answer what depends on data as a trace does, for a program that runs, or builds a model, on fake tensors."""
     data.begin(1)
     building, drawing = (data.building(), drawing_once()) if is_building else (nullcontext(), nullcontext())
-    with building, drawing, as_if_real(), _AnsweringMode(data), PythonValues(data, torch.device("cpu")):
+    values = PythonValues(data, torch.device("cpu"))
+    with building, drawing, as_if_real(), _AnsweringMode(data), values, matched_in_order(data):
         yield
 
 
