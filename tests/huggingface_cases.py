@@ -125,6 +125,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SiglipModel": ("siglip", {"text_config": {**LLAMA, "projection_size": 32}, "vision_config": VISION}),
     "CLIPModel": ("clip", CLIP),
     "LlavaForConditionalGeneration": ("llava", LLAVA),
+    "ViltForQuestionAnswering": ("vilt", {**BERT, **VISION, "num_labels": 5}),
+    "BlipForQuestionAnswering": ("blip", {"text_config": BERT, "vision_config": VISION}),
 }
 
 

@@ -67,6 +67,8 @@ class HuggingFaceInputs:
     """Tokens per sample; frames where it takes sound alone; 1 where it takes images alone."""
     names: tuple[str, ...]
     """Arguments that are fed."""
+    writes: bool = False
+    """Whether a decoder writes what it answers."""
 
     def __call__(self, module: nn.Module, micro_batch: int) -> Inputs:
         """Return random inputs and labels on the module's device."""
@@ -148,7 +150,7 @@ class HuggingFaceInputs:
             return torch.randint(classes, (batch, *_image_size(self.config)))
         if self.head.endswith("MultipleChoice"):
             return torch.randint(CHOICES, (batch,))
-        if self.head.endswith("QuestionAnswering"):  # about an image: a score for every answer
+        if self.head.endswith("QuestionAnswering") and not self.writes:  # about an image: a score for every answer
             return torch.rand(batch, classes)
         if self.head.endswith(("Classification", "XVector", "NextSentencePrediction")):
             if problem == "multi_label_classification" or (problem == "regression" and classes > 1):
@@ -199,7 +201,7 @@ def find_inputs(
     if {"input_ids", "pixel_values"} <= {*fed} and find(config, *_IMAGE_TOKEN) and length <= _image_tokens(config):
         expected = f"more than {_image_tokens(config)}, the tokens of an image"
         raise OsdpError(f"the samples of {spec} are too short for an image", got=f"{length} tokens", expected=expected)
-    return HuggingFaceInputs(config, head, length, tuple(fed)), notes
+    return HuggingFaceInputs(config, head, length, tuple(fed), "decoder_input_ids" in takes), notes
 
 
 def _length(spec: str, config: Any, asked: int | None, *, has_text: bool) -> int:

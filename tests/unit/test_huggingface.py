@@ -112,6 +112,9 @@ def test_tokens_per_sample(tmp_path: Path, architecture: str, changes: dict[str,
         ("T5Model", {}, {"input_ids": (3, 18), "decoder_input_ids": (3, 18)}),
         ("ViTForImageClassification", {"num_channels": 1}, {"pixel_values": (3, 1, 32, 32), "labels": (3,)}),
         ("CLIPModel", {}, {"input_ids": (3, 18), "pixel_values": (3, 3, 32, 32)}),
+        # A score for every answer; an answer that a decoder writes.
+        ("ViltForQuestionAnswering", {}, {"input_ids": (3, 18), "pixel_values": (3, 3, 32, 32), "labels": (3, 5)}),
+        ("BlipForQuestionAnswering", {}, {"input_ids": (3, 18), "pixel_values": (3, 3, 32, 32), "labels": (3, 18)}),
         # 18 frames of convolutions of widths 10 and 3 and strides 5 and 2: 17 x 2 + 3 = 37 from 36 x 5 + 10.
         ("Wav2Vec2ForCTC", {}, {"input_values": (3, 190), "labels": (3, 9)}),
     ],
