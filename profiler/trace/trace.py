@@ -289,8 +289,8 @@ def _units(module: nn.Module, groups: Sequence[Group]) -> Iterator[tuple[nn.Modu
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names with a star for each number, each once."""
-    return ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) for name in names))
+    """Return names with a star for each number, each once; the model, whose name is empty, in words."""
+    return ", ".join(dict.fromkeys(re.sub(r"\b[0-9]+\b", "*", name) or "the model's own parameters" for name in names))
 
 
 def _per_sample(part: Any, samples: int) -> Any:

@@ -64,3 +64,16 @@ def test_they_are_named(how: str, names: tuple[str, ...]) -> None:
     for note in notes:
         assert note.startswith(f"no gradient reaches {'teacher.*' if names == TEACHER else 'head'}: ")
         assert f" {size_bytes / 2**20:.1f} MiB of parameters are counted all the same" in note
+
+
+def test_parameters_of_the_model_itself_are_named_in_words() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer((x + self.shift).detach()).sum()
+
+    (note,) = (one for one in trace_model(source(Shifted, (WIDTH,))).notes if "no gradient" in one)
+    assert note.startswith("no gradient reaches the model's own parameters: ")
