@@ -8,7 +8,7 @@ from planner.collectives import Operation, algorithm_of, collective_s
 from planner.cost.ddp import buckets
 from planner.model.fsdp_units import join, stage_units, unit_parameters
 from planner.pricing import runs_by_ddp
-from planner.strategies.unit_collectives import unit_collectives
+from planner.strategies.unit_collectives import as_reduced, unit_collectives
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def sent_collectives(view: OpenPlan) -> list[Sent]:
             units += join(graph, (operator,), ((strategy,),))
         for unit in units:
             parameters = unit_parameters(unit, graph)
-            sent = unit_collectives(parameters, unit.strategy, view.load.precision, cluster, trains=graph.trains)
+            accumulates = view.load.accumulation > 1
+            reduced = as_reduced(parameters, unit.strategy, cluster.world_size, accumulates=accumulates)
+            sent = unit_collectives(reduced, unit.strategy, view.load.precision, cluster, trains=graph.trains)
             found.update((one.operation, one.ranks, one.stride, one.size_bytes) for one in sent if not one.shared)
             for one, count in Counter(one for one in sent if one.shared).items():
                 kind = unit.strategy.name, one.operation, one.ranks, one.stride

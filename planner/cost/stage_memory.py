@@ -343,6 +343,9 @@ class StageMemoryWalk:
                     done -= set(unit.operators)
                     self.waiting = [other for other in self.waiting if other is not unit]
                     waiting, gradients = reduced + self.held(done), unit.bytes.full_gradients
+                    if unit.is_filled:  # before anything of the unit is freed
+                        filled, seen = waiting + gradients, Neighbours(above, below)
+                        self.note("reduce", call.operator, unsharded, filled, buffers, ("reduction", j), seen)
                     unsharded -= unit.freed
                     around = prefetched + (reduce_input if unit.stalls else 0)
                     seen = Neighbours(above and unit.stalls, below)
@@ -350,6 +353,8 @@ class StageMemoryWalk:
                     reduced += unit.bytes.beside_sums if self.accumulates else unit.bytes.gradients
                     unsharded -= unit.bytes.unsharded - unit.freed
                     sums = j in self.frame.sums
+                if unit.first == j:
+                    waiting_unsharded += unit.left_over
                 if unit.first == j and unit.replaces_reduction:
                     reduce_input, above = unit.left_reduce_input, False
             if sums and not self.is_whole:

@@ -424,7 +424,7 @@ class StageUnits:
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
         held = sum(unit.bytes.beside_sums for unit in opened) if accumulates else 0
         on_device = (graph.operators[i] for unit in opened if not unit.bytes.offloaded for i in unit.operators)
-        tensors = sum(parameter.trainable for operator in on_device for parameter in operator.parameters)
+        tensors = sum(one.trainable and one.reached for operator in on_device for one in operator.parameters)
         largest, second = two_largest(
             [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
         )
@@ -437,7 +437,8 @@ class StageUnits:
             "updates": sum(unit.bytes.updates for unit in opened),
             "largest": largest,
             "second": second,
-            "reduced_after_backward": sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
+            "reduced_after_backward": (sum(unit.left_over for unit in opened) if stage.ended else 0)
+            + sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
             + max((unit.late_reduction for unit in waiting), default=0)
             - (0 if accumulates else sum(unit.bytes.gradients for unit in waiting))
             + held,

@@ -12,7 +12,7 @@ from planner.cost.unit_communication import UnitTraffic
 from planner.cost.unit_memory import UnitBytes
 from planner.model.stages import runs_back
 from planner.strategies.spec import Strategy
-from planner.strategies.unit_collectives import is_plain
+from planner.strategies.unit_collectives import as_reduced, is_plain
 from profiler.model_graph import ModelGraph
 
 
@@ -57,6 +57,13 @@ class StagedUnit:
     """What each gather and each reduction costs the host."""
     is_reduced: bool
     """Whether it has gradients."""
+    has_backward: bool
+    """Whether any backward comes to it."""
+    is_filled: bool
+    """Whether it makes zeros in the place of gradients that some of its parameters have not."""
+    left_over: int
+    """What stays of it until all backward is over, if none comes to it: what it has kept, and what FSDP2 has gathered
+    for it in vain."""
     gathers_each_call: bool
     """Whether it is one module that runs several times, and is gathered and sharded again each time."""
     is_prefetched: bool
@@ -84,7 +91,7 @@ class StagedUnit:
     @property
     def replaces_reduction(self) -> bool:
         """Whether its backward frees the buffer of the last reduction, and leaves its own if it is reduced."""
-        return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls
+        return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls and self.has_backward
 
     @property
     def late_reduction(self) -> int:
@@ -136,8 +143,10 @@ def make_unit(
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     block, is_whole = frame.stage.block, own and operators == frame.stage.operators
     late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
-    trains = not late or runs_back(graph, operators)
-    has_backward = trains or not all(frame.stage.calls[j].late for j in calls)
+    is_over = own and frame.stage.ended != () and not frame.stage.is_nested and {*calls} <= {*frame.stage.ended}
+    trains = not is_over and (not late or runs_back(graph, operators))
+    has_backward = trains or not (is_over or all(frame.stage.calls[j].late for j in calls))
+    in_vain = is_over and calls[-1] in frame.stage.gathered_in_vain
     late = late and trains
     rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
     often = not own and runs_often(graph, operators[0])
@@ -157,7 +166,8 @@ def make_unit(
         closes=own or often or ends or sharded,
         rests=rests,
         ends=ends,
-        reduced_after_backward=late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules,
+        reduced_after_backward=not is_over
+        and (late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules),
         is_left_unsharded=(often or sharded) and operators[0] in frame.stage.left_unsharded,
         leaves_unsharded=(often or again) and late and not rests,
         own=own or often or again,
@@ -167,11 +177,23 @@ def make_unit(
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
         launch_s=0.0 if is_outside_fsdp else frame.load.unit_launch_s(len(parameters)),
-        is_reduced=graph.trains and any(parameter.trainable for parameter in parameters),
+        is_reduced=graph.trains and any(one.trainable and one.reached for one in parameters),
         gathers_each_call=len(calls) > len(operators) == 1
         and not (strategy.keeps_unsharded or (is_whole and block is not None))
         and runs_often(graph, operators[0]),
-        is_prefetched=has_backward and not (stays or spec.stalls or is_outside_fsdp),
+        has_backward=has_backward,
+        is_filled=frame.model.unreached != frozenset()
+        and as_reduced(parameters, strategy, frame.load.cluster.world_size, accumulates=repeats > 1) != (*parameters,),
+        left_over=_left_over(unit, strategy, frame, in_vain) if is_over else 0,
+        is_prefetched=(has_backward or in_vain) and not (stays or spec.stalls or is_outside_fsdp),
         reopens=None if strategy.keeps_unsharded else reopens,
         stays=stays,
     )
+
+
+def _left_over(unit: UnitBytes, strategy: Strategy, frame: StageFrame, in_vain: bool) -> int:
+    # What an owner's broadcast has filled as a block ran again is there until the next forward.
+    is_mixed = frame.stage.block is not None and len(frame.stage.ended) < len(frame.stage.calls)
+    if strategy.keeps_unsharded or (strategy.spec.stalls and is_mixed):
+        return unit.unsharded
+    return unit.secondary + (unit.gathered if in_vain else 0)

@@ -60,6 +60,10 @@ class Stage:
     """Spanning operators of which a later stage begins a round (`Call.reopens`), so that they are sharded here."""
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
+    ended: tuple[int, ...] = ()
+    """Calls, by place, of trained operators that no backward comes to, as the loss reads nothing of them."""
+    gathered_in_vain: tuple[int, ...] = ()
+    """Those of which one comes to what follows: FSDP2 gathers their unit for it."""
     is_nested: bool = False
     """Whether any of its operators is inside of another, so that forwards of units begin in those of others."""
     can_offload: bool = False
@@ -141,6 +145,11 @@ class StagedModel:
         """Operators that nothing shards after their last call in forward (`Call.stays`)."""
         return frozenset(call.operator for call in self.graph.calls if call.stays)
 
+    @cached_property
+    def unreached(self) -> frozenset[int]:
+        """Operators with trained parameters that the loss does not depend on."""
+        return frozenset([o for o, one in enumerate(self.graph.operators) for p in one.parameters if not p.reached])
+
     @property
     def spanning(self) -> tuple[int, ...]:
         """Operators that are called in several stages."""
@@ -198,6 +207,19 @@ def _takes(graph: ModelGraph) -> dict[int, tuple[int, ...]]:
     return {block: tuple(one for one, blocks in sharers.items() if block in blocks) for block in takers}
 
 
+def _ended_in_forward(graph: ModelGraph) -> tuple[set[int], set[int]]:
+    """Return the calls of operators that train parameters and that no backward comes to, as the loss reads nothing, and
+    those of them after which not all calls of the block that follows are so.
+    """
+    unreached = {o for o, one in enumerate(graph.operators) for p in one.parameters if p.trainable and not p.reached}
+    if not unreached:
+        return set(), set()
+    unreached = {o for o in unreached if not any(p.trainable and p.reached for p in graph.operators[o].parameters)}
+    ended = {i for i, call in enumerate(graph.calls) if call.ends_in_forward and call.operator in unreached}
+    going_on = {call.block for index, call in enumerate(graph.calls) if index not in ended} | {None}
+    return ended, {i for i in ended if i + 1 < len(graph.calls) and graph.calls[i + 1].block in going_on}
+
+
 def runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
     """Return whether operators that are handed nothing with a gradient have a backward: they, or some inside, train."""
     paths = tuple(f"{path}." for operator in operators for path in graph.operators[operator].modules)
@@ -223,6 +245,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
     last_read = {call.operator: index for index, call in enumerate(graph.calls) if call.reads_parameters}
     idle = tuple(o for o in range(len(graph.operators)) if o not in first)
+    ended, gathered = _ended_in_forward(graph)
     classes: dict[object, int] = {}
     stages = []
     for start, stop, block in _ranges(graph, spanning, wholes):
@@ -234,6 +257,8 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         later = {call.operator: call for call in reversed(graph.calls[stop:]) if call.operator in spanning}
         left_unsharded = tuple(o for o in sorted(later) if later[o].late and runs_back(graph, (o,)))
         reopened = tuple(o for o in sorted(later) if later[o].reopens and first[o] < stop)
+        over = [index - start for index in range(start, stop) if index in ended] if ended else []
+        in_vain = tuple([index for index in over if start + index in gathered]) if over else ()
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())
@@ -241,8 +266,8 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
             shapes = tuple(tuple(map(_NAMELESS, graph.operators[o].parameters)) for o in operators)
             order = [graph.operators[o].order for o in operators]
             registered = tuple(sorted(range(len(order)), key=order.__getitem__))
-            around_it = around, waits, left_unsharded, reopened, takes
-            key = (graph.blocks[block].block_class, shapes, registered, *around_it)
+            kind = graph.blocks[block].block_class, graph.blocks[block].late, (*over,), in_vain
+            key = (*kind, shapes, registered, around, waits, left_unsharded, reopened, takes)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
             Stage(
@@ -259,6 +284,8 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 left_unsharded=left_unsharded,
                 reopened=reopened,
                 takes=takes,
+                ended=tuple(over),
+                gathered_in_vain=in_vain,
                 is_nested=_is_nested(graph, operators),
                 can_offload=block is not None and graph.blocks[block].offloadable_bytes != Affine(),
             )

@@ -60,13 +60,15 @@ def assemble(
     rerun: Container[str],
     partly: Container[str],
     let_go: Sequence[bool],
+    unreached: Container[str],
 ) -> ModelGraph:
     """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
 
     Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none,
     and those of all three kinds in which gradients leave blocks one by one (`apart`) too.  Blocks that the model itself
     runs again (`rerun`) are recomputed in none, and those of which it runs a part again (`partly`) not
-    selectively.  `let_go` says of which executions the input could be offloaded.
+    selectively.  `let_go` says of which executions the input could be offloaded; gradients come of no parameter
+    that is `unreached`.
     """
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
@@ -107,7 +109,7 @@ def assemble(
         found.append(_placed(fitted[same], [record, *others], block, block_of, position, sizes))
     uncalled = tuple(_uncalled(first, {index: groups[index] for index in order}))
     found = with_rounds(_all_read(found), first.calls, groups, uncalled)
-    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths)
+    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths, unreached)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
     blocks = _blocks(module, operators, calls, passes, [one for one in kinds if one[0]], never, waiting, let_go)
@@ -194,6 +196,7 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
         output_bytes=line([record.output for record in records], sizes),
         reads_parameters=any(record.reads_parameters for record in records),
         late=records[0].late,
+        ends_in_forward=all(one.module_end.number is not None and one.module_end.arrived is None for one in records),
         retaken_bytes=_left_out([record.retaken.bytes for record in records], sizes),
         shared_bytes=line(
             [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
@@ -332,6 +335,7 @@ def _operators(
     groups: Sequence[Group],
     calls: Sequence[Call],
     block_paths: Sequence[str],
+    unreached: Container[str],
 ) -> tuple[Operator, ...]:
     named = dict(module.named_parameters())
     orders = {name: place for place, name in enumerate(named)}
@@ -345,7 +349,10 @@ def _operators(
         Operator(
             name=group.modules[0],
             kind=type(module.get_submodule(group.modules[0])).__name__,
-            parameters=tuple(parameter_of(name, named[name], dtypes[name]) for name in group.parameters),
+            parameters=tuple(
+                parameter_of(name, named[name], dtypes[name], reached=name not in unreached)
+                for name in group.parameters
+            ),
             modules=group.modules,
             block=next(iter(blocks[index])) if len(blocks[index]) == 1 else None,
             order=min((orders[name] for name in group.parameters), default=0),

@@ -73,8 +73,8 @@ class Pass:
     """Paths of modules that the model itself ran again in its backward, and of blocks in a checkpoint of its own."""
     written: Mapping[str, None]
     """Names of the parameters that the forward changes."""
-    got_gradients: Sequence[bool]
-    """Of every operator, whether one of its parameters got a gradient; of blocks that stand-ins run for, False."""
+    got_gradients: Sequence[Sequence[bool]]
+    """Of the parameters of every operator, whether they got a gradient; of blocks that stand-ins run for, False."""
     leaves_nothing: bool
     """Whether nothing of the step outlived it, be it kept or garbage in reference cycles.
 
@@ -84,6 +84,8 @@ class Pass:
     """
     summed_outputs: bool
     """Whether the loss is the sum of all outputs, as none is a scalar."""
+    has_other_losses: bool
+    """Whether the output has further scalars with gradients, which the loop may add to the loss."""
 
     @property
     def sums(self) -> list[int]:
@@ -193,7 +195,7 @@ def run_pass(
         pass
     meter.ledger.hold(options.left, of_this_size=options.follows)
     try:
-        summed = _run_step(module, fed, device, meter, options)
+        how = _run_step(module, fed, device, meter, options)
     except (OsdpError, UnlikeError) as error:
         for note in ("osdp_op", "osdp_path"):  # an op cannot be sent to other ranks
             error.__dict__.pop(note, None)
@@ -206,11 +208,13 @@ def run_pass(
     if meter.ledger.made():  # a buffer may be another tensor after each step, of as many bytes
         apart += module.buffers()
     meter.ledger.finish(options.charges, apart, options.outlives)
-    return _record(meter, options.left, summed_outputs=summed)
+    return _record(meter, options.left, *how)
 
 
-def _run_step(module: nn.Module, fed: list[Inputs], device: DatalessDevice, meter: Meter, options: PassOptions) -> bool:
-    """Run forward, loss and backward.  Return whether the loss is the sum of all outputs.
+def _run_step(
+    module: nn.Module, fed: list[Inputs], device: DatalessDevice, meter: Meter, options: PassOptions
+) -> tuple[bool, bool]:
+    """Run forward, loss and backward.  Return whether the loss is the sum of all outputs, and whether there are others.
 
     What a step makes is held by nothing else, and gone on return unless the model keeps it.
     """
@@ -229,6 +233,7 @@ def _run_step(module: nn.Module, fed: list[Inputs], device: DatalessDevice, mete
             output = module(*inputs[0], **inputs[1])
             meter.written.end_forward()
             loss, summed = find_loss(output) if goes_back else (None, False)
+            others = loss is not None and any(one is not loss for one in _scalars(output) if one.requires_grad)
         if loss is None:
             ledger.end_forward()
         else:
@@ -238,7 +243,7 @@ def _run_step(module: nn.Module, fed: list[Inputs], device: DatalessDevice, mete
             _run_backward(loss)
         meter.finish()
         ledger.end()
-    return summed
+    return summed, others
 
 
 def _run_backward(loss: Tensor) -> None:
@@ -258,7 +263,7 @@ def _where(error: BaseException, meter: Meter, options: PassOptions) -> str:
     return f"`{path}`" if path else "the model's own forward"
 
 
-def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) -> Pass:
+def _record(meter: Meter, left: Sequence[LiveStorage], summed_outputs: bool, has_other_losses: bool) -> Pass:
     """Return what was metered of a step that has ended, and what it and earlier ones have `left`."""
     ledger = meter.ledger
     leaves_nothing = not (ledger.made() or meter.ops.freed_others)
@@ -282,6 +287,7 @@ def _record(meter: Meter, left: Sequence[LiveStorage], *, summed_outputs: bool) 
         got_gradients=meter.gradients.arrived,
         leaves_nothing=leaves_nothing,
         summed_outputs=summed_outputs,
+        has_other_losses=has_other_losses,
     )
 
 
@@ -292,12 +298,10 @@ def find_loss(output: Any) -> tuple[Tensor, bool]:
     sum of all floating outputs.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = list(_tensors(output))
-    candidates = [named] if isinstance(named, Tensor) else tensors
-    loss = next((tensor for tensor in candidates if tensor.dim() == 0 and tensor.is_floating_point()), None)
+    loss = next(_scalars(named if isinstance(named, Tensor) else output), None)
     summed = loss is None
     if loss is None:
-        floating = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
+        floating = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
         loss = torch.stack([tensor.sum() for tensor in floating]).sum() if floating else None
     if loss is None or not loss.requires_grad:
         what = "the model's loss does not depend on any trainable parameter"
@@ -306,6 +310,10 @@ def find_loss(output: Any) -> tuple[Tensor, bool]:
         advice = "return the loss itself, undetached, and compute it outside torch.no_grad()"
         raise NoGradientError(what, got=got, expected=expected, advice=advice)
     return loss, summed
+
+
+def _scalars(output: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in _tensors(output) if tensor.dim() == 0 and tensor.is_floating_point())
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

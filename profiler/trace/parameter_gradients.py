@@ -13,14 +13,14 @@ class ParameterGradients:
 
     def __init__(self, parameters: Sequence[Sequence[Tensor]]) -> None:
         self._parameters = parameters
-        self.arrived = [False] * len(parameters)
-        """Of every operator, whether one of its parameters got a gradient."""
+        self.arrived = [[False] * len(own) for own in parameters]
+        """Of the parameters of every operator, whether they got a gradient."""
 
     def drop(self, operator: int) -> None:
         """Drop those of an operator."""
-        for parameter in self._parameters[operator]:
+        for place, parameter in enumerate(self._parameters[operator]):
             if parameter.grad is not None:
-                self.arrived[operator] = True
+                self.arrived[operator][place] = True
                 parameter.grad = None
 
     def drop_all(self) -> None:

@@ -73,7 +73,7 @@ def run_sizes(
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
     skipped |= runner.may_skip
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
-    unreached = runner.without_gradient
+    unreached = runner.unreached
     return Runs(
         runner.groups,
         passes,
@@ -172,8 +172,9 @@ class _Runner:
         self._module = module
         self._source = source
         self._device = device
-        self.without_gradient = set[str]()
-        """Operators that run and have trained parameters, none of which gets a gradient."""
+        self.unreached: Collection[str] = ()
+        """Parameters that are trained, of operators that run, and get no gradient in any pass."""
+        self._reached = set[str]()
         self._draws = SAME
         """How forwards draw random numbers."""
         self.decides_by_draws = False
@@ -231,7 +232,7 @@ class _Runner:
         self.rerun = [block for block in self.blocks if block in found.rerun]
         self.partly = [block for block in self.blocks if any(path.startswith(f"{block}.") for path in again)]
         self._leave_rerun(found)
-        self.without_gradient = self._without_gradient(found)
+        self.unreached = self._unreached(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
@@ -306,11 +307,14 @@ class _Runner:
         self._readers.clear()
         return True
 
-    def _without_gradient(self, found: Pass) -> set[str]:
-        trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
-        called = {call.operator for call in found.calls if not found.got_gradients[call.operator]}
-        groups = [group for index, group in enumerate(self.groups) if index in called]
-        return {group.modules[0] for group in groups if not trained.isdisjoint(group.parameters)}
+    def _unreached(self, found: Pass) -> Collection[str]:
+        if found.has_other_losses:  # which of them a loop adds up is not known
+            return ()
+        called = dict.fromkeys(call.operator for call in found.calls)
+        names = {name for operator in called for name in self.groups[operator].parameters} - self._reached
+        trained = {name: self._module.get_parameter(name) for name in names}
+        # What a hook takes as soon as it is there was there.
+        return [name for name, one in trained.items() if one.requires_grad and not one._post_accumulate_grad_hooks]
 
     def _decide_alike(self, drawn: Pass, size: int) -> Pass:
         """Find what random numbers decide; return the pass in which most runs, and have the others draw alike."""
@@ -446,6 +450,11 @@ class _Runner:
             found = run_pass(self._source, module, fed, device, options)
         self._leave_rerun(found)
         self.written |= found.written
+        if replay is None and not how:
+            got = zip(self.groups, found.got_gradients, strict=True)
+            self._reached |= {
+                name for group, own in got for name, one in zip(group.parameters, own, strict=True) if one
+            }
         for operator, readers in found.read_outside.items():
             if not self._reads_in_hooks(operator):  # the first pass may read alone what later ones find in a cache
                 self._readers.setdefault(operator, set()).update(readers)

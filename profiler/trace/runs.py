@@ -30,8 +30,8 @@ class Runs:
     """Operators that are left out if all rows choose alike."""
     failures: Mapping[Recompute, str]
     """Why no block could be recomputed so."""
-    without_gradient: set[str]
-    """Operators that run and have trained parameters, none of which gets a gradient."""
+    unreached: Collection[str]
+    """Parameters that are trained, of operators that run, and get no gradient."""
     rerun: Collection[str]
     """Paths of the blocks that the model itself runs again in its backward, and that no pass recomputes."""
     partly: Collection[str]

@@ -185,7 +185,7 @@ def _traced(
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
             held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
-    passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go
+    passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go, run.unreached
     graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
     if whole_kinds or autocast.asked:
         graph = _named(graph, whole_kinds, under_autocast=bool(autocast.asked))
@@ -210,15 +210,8 @@ def _traced(
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
-    if unreached := [operator for operator in graph.operators if operator.name in run.without_gradient]:
-        trained = [one for operator in unreached for one in operator.parameters if one.trainable]
-        size_bytes = sum(one.numel * one.element_bytes for one in trained)
-        notes.append(
-            f"no gradient reaches {_listed(operator.name for operator in unreached)}: gradients and optimizer states "
-            f"of {format_bytes(size_bytes)} of parameters are counted all the same; freeze what is never trained with "
-            "requires_grad_(False)"
-        )
-        graph = _left_to_the_end(graph, frozenset(operator.name for operator in unreached))
+    notes += _notes_on_gradients(graph)
+    graph = _left_to_the_end(graph)
     if skipped:
         notes.append(
             f"left out of the forward of a rank on which nothing chooses them, or random numbers decide so; several "
@@ -234,12 +227,37 @@ def _traced(
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
 
-def _left_to_the_end(graph: ModelGraph, unreached: frozenset[str]) -> ModelGraph:
+def _notes_on_gradients(graph: ModelGraph) -> Iterator[str]:
+    """Yield what is trained and not reached by the loss: modules of which nothing is, and parameters of others."""
+    missing = [(operator, one) for operator in graph.operators for one in operator.parameters if not one.reached]
+    if not missing:
+        return
+    whole = _unreached(graph)
+    words = "the model's own parameters"
+    names = _listed((operator.name or words) if operator.name in whole else one.name for operator, one in missing)
+    size_bytes = sum(one.numel * one.element_bytes for _, one in missing)
+    yield (
+        f"no gradient reaches {names}: none and no optimizer states are counted of these "
+        f"{format_bytes(size_bytes)} of parameters, and a later step whose loss depends on them needs more; freeze "
+        "what is never trained with requires_grad_(False)"
+    )
+
+
+def _unreached(graph: ModelGraph) -> frozenset[str]:
+    """Return the names of operators that run and have trained parameters, none of which the loss reaches."""
+    missing = [operator for operator in graph.operators for one in operator.parameters if not one.reached]
+    reached = {operator.name for operator in missing for one in operator.parameters if one.trainable and one.reached}
+    return frozenset([operator.name for operator in missing]) - reached
+
+
+def _left_to_the_end(graph: ModelGraph) -> ModelGraph:
     """Return a graph in which what no gradient reaches is late: FSDP2 hangs the end of a unit's backward on its first
     module, and where that is a pooler of which nothing reads, parameters and gradients of all that is wrapped with it
     stay.  In a block of which no gradient reaches what is trained, frozen layers are late too.
     """
-    operators = graph.operators
+    operators, unreached = graph.operators, _unreached(graph)
+    if not unreached:
+        return graph
     trained = [any(parameter.trainable for parameter in operator.parameters) for operator in operators]
     ends = set[int]()
     for number, block in enumerate(graph.blocks):

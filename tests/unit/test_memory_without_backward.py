@@ -200,11 +200,11 @@ def test_what_never_runs_rests(strategy: str, accumulation: int, recomputes: boo
     ],
 )
 def test_what_the_loss_does_not_read_leaves_its_unit_unsharded(how: str, strategy: str, recomputes: bool) -> None:
-    """Gradients and states of it are counted all the same, as notes say."""
+    """No gradients and no states of it are counted, as notes say."""
     source, graph = drawn(how)
     choices = {operator.name: strategy for operator in graph.operators}
     again = [block.name for block in graph.blocks] if recomputes else []
     plan = plan_of(graph, cluster(2, 2), choices, again, micro_batch=4)
     found = compare(plan, source, graph, cluster(2, 2), with_data=True)
     print(how, strategy, recomputes, f"{found.error:+.2%}", found.predicted_phase)
-    assert -0.002 <= found.error <= 0.15
+    assert -0.002 <= found.error <= 0.02

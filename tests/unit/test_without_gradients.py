@@ -1,4 +1,4 @@
-"""Layers that run and that no gradient reaches are named, as their gradients are counted all the same."""
+"""Layers that run and that no gradient reaches are named, as gradients of theirs are not counted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_they_are_named(how: str, names: tuple[str, ...]) -> None:
     assert len(notes) == bool(names)
     for note in notes:
         assert note.startswith(f"no gradient reaches {'teacher.*' if names == TEACHER else 'head'}: ")
-        assert f" {size_bytes / 2**20:.1f} MiB of parameters are counted all the same" in note
+        assert f" {size_bytes / 2**20:.1f} MiB of parameters, and a later step" in note
 
 
 def test_parameters_of_the_model_itself_are_named_in_words() -> None:
