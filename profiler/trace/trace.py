@@ -233,8 +233,7 @@ def _notes_on_gradients(graph: ModelGraph) -> Iterator[str]:
     if not missing:
         return
     whole = _unreached(graph)
-    words = "the model's own parameters"
-    names = _listed((operator.name or words) if operator.name in whole else one.name for operator, one in missing)
+    names = _listed(operator.name if operator.name in whole else one.name for operator, one in missing)
     size_bytes = sum(one.numel * one.element_bytes for _, one in missing)
     yield (
         f"no gradient reaches {names}: none and no optimizer states are counted of these "

@@ -200,7 +200,8 @@ def _train(run: Callable[..., Any], model: nn.Module, script: Script, live: Part
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Be one rank of a process group that sends nothing. Raises OsdpError if there is one already."""
     if dist.is_initialized():
-        what, got = "a dry run makes its own process group", "a process group that is initialised"
+        what = "a dry run makes its own process group, so it needs a process of its own"
+        got = "a process group that is initialised"
         raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
     with simulated_ranks(world_size, rank):
         forget_meshes()
