@@ -51,7 +51,7 @@ def make_draws(
                     raise OsdpError(graph)
                 draw = Draw(number, ranks, graph)
                 actions = actions_of(draw)
-                with mock.patch("osdp.prepare.trace_model", lambda *_, graph=graph: graph):
+                with mock.patch("osdp.prepare.trace_model", lambda *_, graph=graph, **__: graph):
                     loop = Loop(draw, rank, folder)
                     for name, arguments in actions:
                         getattr(loop, name)(**arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate
@@ -84,8 +84,9 @@ class Pass:
     """
     summed_outputs: bool
     """Whether the loss is the sum of all outputs, as none is a scalar."""
-    has_other_losses: bool
-    """Whether the output has further scalars with gradients, which the loop may add to the loss."""
+    in_outputs: Collection[str]
+    """Names of the parameters that outputs depend on, of which a loop may make a loss; only known if some got no
+    gradient."""
 
     @property
     def sums(self) -> list[int]:
@@ -195,7 +196,7 @@ def run_pass(
         pass
     meter.ledger.hold(options.left, of_this_size=options.follows)
     try:
-        how = _run_step(module, fed, device, meter, options)
+        summed, in_outputs = _run_step(module, fed, device, meter, options)
     except (OsdpError, UnlikeError) as error:
         for note in ("osdp_op", "osdp_path"):  # an op cannot be sent to other ranks
             error.__dict__.pop(note, None)
@@ -208,13 +209,13 @@ def run_pass(
     if meter.ledger.made():  # a buffer may be another tensor after each step, of as many bytes
         apart += module.buffers()
     meter.ledger.finish(options.charges, apart, options.outlives)
-    return _record(meter, options.left, *how)
+    return _record(meter, options.left, summed, in_outputs)
 
 
 def _run_step(
     module: nn.Module, fed: list[Inputs], device: DatalessDevice, meter: Meter, options: PassOptions
-) -> tuple[bool, bool]:
-    """Run forward, loss and backward.  Return whether the loss is the sum of all outputs, and whether there are others.
+) -> tuple[bool, Collection[str]]:
+    """Run forward, loss and backward.  Return whether the loss is the sum of all outputs, and `Pass.in_outputs`.
 
     What a step makes is held by nothing else, and gone on return unless the model keeps it.
     """
@@ -233,7 +234,6 @@ def _run_step(
             output = module(*inputs[0], **inputs[1])
             meter.written.end_forward()
             loss, summed = find_loss(output) if goes_back else (None, False)
-            others = loss is not None and any(one is not loss for one in _scalars(output) if one.requires_grad)
         if loss is None:
             ledger.end_forward()
         else:
@@ -243,7 +243,21 @@ def _run_step(
             _run_backward(loss)
         meter.finish()
         ledger.end()
-    return summed, others
+        is_whole = loss is not None and not options.recompute and options.stand_ins is NO_STAND_INS
+    return summed, _named_in_graph(module, output) if is_whole and meter.gradients.are_missing else ()
+
+
+def _named_in_graph(module: nn.Module, output: Any) -> Collection[str]:
+    """Return the names of the parameters that the tensors in an output depend on."""
+    nodes = [one.grad_fn for one in _tensors(output) if one.grad_fn is not None]
+    seen, leaves = set(nodes), set[int]()
+    while nodes:
+        node = nodes.pop()
+        leaves.add(id(getattr(node, "variable", None)))
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        nodes += following
+    return {name for name, one in module.named_parameters(remove_duplicate=False) if id(one) in leaves}
 
 
 def _run_backward(loss: Tensor) -> None:
@@ -263,7 +277,7 @@ def _where(error: BaseException, meter: Meter, options: PassOptions) -> str:
     return f"`{path}`" if path else "the model's own forward"
 
 
-def _record(meter: Meter, left: Sequence[LiveStorage], summed_outputs: bool, has_other_losses: bool) -> Pass:
+def _record(meter: Meter, left: Sequence[LiveStorage], summed_outputs: bool, in_outputs: Collection[str]) -> Pass:
     """Return what was metered of a step that has ended, and what it and earlier ones have `left`."""
     ledger = meter.ledger
     leaves_nothing = not (ledger.made() or meter.ops.freed_others)
@@ -287,7 +301,7 @@ def _record(meter: Meter, left: Sequence[LiveStorage], summed_outputs: bool, has
         got_gradients=meter.gradients.arrived,
         leaves_nothing=leaves_nothing,
         summed_outputs=summed_outputs,
-        has_other_losses=has_other_losses,
+        in_outputs=in_outputs,
     )
 
 

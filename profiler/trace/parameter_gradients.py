@@ -16,6 +16,14 @@ class ParameterGradients:
         self.arrived = [[False] * len(own) for own in parameters]
         """Of the parameters of every operator, whether they got a gradient."""
 
+    @property
+    def are_missing(self) -> bool:
+        """Whether a trained parameter got none so far."""
+        pairs = zip(self._parameters, self.arrived, strict=True)
+        return any(
+            one.requires_grad and not got for own, all_got in pairs for one, got in zip(own, all_got, strict=True)
+        )
+
     def drop(self, operator: int) -> None:
         """Drop those of an operator."""
         for place, parameter in enumerate(self._parameters[operator]):

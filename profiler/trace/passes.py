@@ -308,10 +308,9 @@ class _Runner:
         return True
 
     def _unreached(self, found: Pass) -> Collection[str]:
-        if found.has_other_losses:  # which of them a loop adds up is not known
-            return ()
         called = dict.fromkeys(call.operator for call in found.calls)
-        names = {name for operator in called for name in self.groups[operator].parameters} - self._reached
+        names = {name for operator in called for name in self.groups[operator].parameters}
+        names -= {*self._reached, *found.in_outputs}
         trained = {name: self._module.get_parameter(name) for name in names}
         # What a hook takes as soon as it is there was there.
         return [name for name, one in trained.items() if one.requires_grad and not one._post_accumulate_grad_hooks]

@@ -181,3 +181,24 @@ def test_of_several_losses_any_may_be_the_one() -> None:
     graph = trace_model(source)
     assert all(one.reached for operator in graph.operators for one in operator.parameters)
     assert not any("no gradient reaches" in note for note in graph.notes)
+
+
+class Beside(nn.Module):
+    """Returns a loss and features, and computes what it does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head, self.features, self.unread = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """(batch, WIDTH) -> a loss and features."""
+        x = self.layer(x)
+        self.unread(x).tanh()
+        return {"features": self.features(x).tanh(), "loss": self.head(x).square().mean()}
+
+
+def test_of_what_is_returned_a_loop_may_make_a_loss() -> None:
+    graph = trace_model(ModelSource("beside", Beside, lambda module, batch: ((torch.randn(batch, WIDTH),), {}), 1))
+    reached = {one.name: one.reached for operator in graph.operators for one in operator.parameters}
+    assert {name.partition(".")[0] for name, is_reached in reached.items() if not is_reached} == {"unread"}
