@@ -171,7 +171,7 @@ def _noting(options: type) -> type:
 
 
 @contextmanager
-def told_apart() -> Iterator[None]:
+def alike_ranks() -> Iterator[None]:
     """Note how collectives reduce, and have every rank send the same Python objects.
 
     Not seen are functions for objects that a file has imported by name.
@@ -188,6 +188,7 @@ def told_apart() -> Iterator[None]:
         """What rank 0 sends is there."""
 
     with ExitStack() as patched:
+        patched.callback(_last_reduction.clear)
         for function in (all_gather_object, gather_object, broadcast_object_list):
             patched.enter_context(patch.object(dist, function.__name__, function))
         for name in _WITH_REDUCTIONS:

@@ -89,7 +89,7 @@ def _check(op: Any, plain: list[Tensor], tensors: list[Any], written: list[Any])
     is_compared = op.overloadpacket.__name__ in COMPARED
     is_recorded = torch.is_grad_enabled() and not is_compared and any(one.requires_grad for one in tensors)
     has_gradient = any(one.requires_grad for one in plain) or any(one is other for one in plain for other in written)
-    if (_forwards and not _are_of(_forwards[-1], plain)) or (is_recorded and has_gradient):
+    if (_forwards and not _forwards[-1].has(plain)) or (is_recorded and has_gradient):
         raise ShardedOperationError(
             "a plain tensor and a sharded parameter, gradient or state are computed with together",
             got=f"{op}: mixed torch.Tensor and DTensor, of {tuple(plain[0].shape)}",
@@ -98,21 +98,29 @@ def _check(op: Any, plain: list[Tensor], tensors: list[Any], written: list[Any])
         )
 
 
-def _are_of(module: nn.Module | None, tensors: list[Tensor]) -> bool:
-    """Return whether tensors are in the memory of a module's parameters."""
-    parameters = () if module is None else module.parameters()
-    known = {one.untyped_storage()._cdata for one in parameters if not isinstance(one, DTensor)}
-    return all(one.untyped_storage()._cdata in known for one in tensors if one.numel() != 1)
+class _Running:
+    """A model that runs forward or backward, or None, where it is not known which."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module, self._known = module, frozenset[int]()
+
+    def has(self, tensors: list[Tensor]) -> bool:
+        """Return whether tensors are in the memory of its plain parameters, as looked up when one first was not."""
+        wanted = {one.untyped_storage()._cdata for one in tensors if one.numel() != 1}
+        if not wanted <= self._known and self._module is not None:
+            plain = (one for one in self._module.parameters() if not isinstance(one, DTensor))
+            self._known = frozenset(one.untyped_storage()._cdata for one in plain)
+        return wanted <= self._known
 
 
-_forwards: list[nn.Module | None] = []
-"""The models that run forward or backward, if they are known, the innermost last."""
+_forwards: list[_Running] = []
+"""What runs, the innermost last."""
 
 
 @contextmanager
 def in_model(module: nn.Module | None) -> Iterator[None]:
     """Let plain tensors be taken for those of a model, which has other ones on each rank."""
-    _forwards.append(module)
+    _forwards.append(_Running(module))
     try:
         yield
     finally:

@@ -444,7 +444,10 @@ def _notes(
     elif SINGLE not in passes:
         notes.append(f"micro-batch {SINGLE} could not be traced; its costs come from larger ones")
     if first.summed_outputs:
-        notes.append("the model returns no scalar loss; the sum of all its floating-point outputs is used as the loss")
+        notes.append(
+            "the model returns no scalar loss of all that its outputs depend on; the sum of all its floating-point "
+            "outputs is used as the loss"
+        )
     if unused:
         names = ", ".join(group.modules[0] for group in unused)
         notes.append(f"never used in the forward, so they have no calls and no gradients: {names}")

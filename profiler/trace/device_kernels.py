@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
 from profiler.recurrent_layers import CELLS, recurrent
-from profiler.simulated_ranks import in_one_piece, told_apart
+from profiler.simulated_ranks import alike_ranks, in_one_piece
 from profiler.trace.packed_sequences import as_padded, pad, recurrent_packed
 from profiler.trace.shapes import channels_last_format
 
@@ -65,7 +65,7 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
     # What batch norm keeps is as large, whether ranks exchange its statistics or not; on a CPU they cannot.
     alone = patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
     scoped = torch.library._scoped_library
-    with scoped("aten", "IMPL") as library, scoped("c10d", "IMPL") as collectives, alone, told_apart():
+    with scoped("aten", "IMPL") as library, scoped("c10d", "IMPL") as collectives, alone, alike_ranks():
         for name, kernel in chosen.items():
             library.impl(name, kernel, key)
         for name, kernel in in_one_piece().items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate
@@ -249,15 +249,22 @@ def _run_step(
 
 def _named_in_graph(module: nn.Module, output: Any) -> Collection[str]:
     """Return the names of the parameters that the tensors in an output depend on."""
-    nodes = [one.grad_fn for one in _tensors(output) if one.grad_fn is not None]
+    leaves = _leaves(_tensors(output))
+    return {name for name, one in module.named_parameters(remove_duplicate=False) if id(one) in leaves}
+
+
+def _leaves(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the identities of what has gradients added up that tensors depend on, as autograd's graph tells."""
+    nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
     seen, leaves = set(nodes), set[int]()
     while nodes:
         node = nodes.pop()
-        leaves.add(id(getattr(node, "variable", None)))
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(id(variable))
         following = {one for one, _ in node.next_functions if one is not None} - seen
         seen |= following
         nodes += following
-    return {name for name, one in module.named_parameters(remove_duplicate=False) if id(one) in leaves}
+    return leaves
 
 
 def _run_backward(loss: Tensor) -> None:
@@ -308,14 +315,19 @@ def _record(meter: Meter, left: Sequence[LiveStorage], summed_outputs: bool, in_
 def find_loss(output: Any) -> tuple[Tensor, bool]:
     """Return the scalar to differentiate, and whether it had to be made by summing all outputs.
 
-    In this order: the output itself, `.loss` or ["loss"], the first scalar among the outputs, the
-    sum of all floating outputs.
+    In this order: the output itself, `.loss` or ["loss"], the first scalar among the outputs if it depends on each
+    parameter that any output depends on (`return loss, logits`), the sum of all floating outputs, of which a loop makes
+    its loss (`return features, scale`).
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    loss = next(_scalars(named if isinstance(named, Tensor) else output), None)
+    only = named if isinstance(named, Tensor) else output if isinstance(output, Tensor) else None
+    candidates = list(_scalars(output if only is None else only))
+    loss = next((one for one in candidates if one.requires_grad), candidates[0] if candidates else None)
+    floating = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
+    if only is None and len(floating) > 1 and (loss is None or _leaves(floating) - _leaves([loss])):
+        loss = None
     summed = loss is None
     if loss is None:
-        floating = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
         loss = torch.stack([tensor.sum() for tensor in floating]).sum() if floating else None
     if loss is None or not loss.requires_grad:
         what = "the model's loss does not depend on any trainable parameter"

@@ -84,6 +84,7 @@ def run_sizes(
         skipped,
         failures,
         unreached,
+        runner.beside,
         runner.rerun,
         runner.partly,
         let_go,
@@ -173,6 +174,8 @@ class _Runner:
         self._source = source
         self._device = device
         self.unreached: Collection[str] = ()
+        self.beside: Collection[str] = ()
+        """Parameters on which not the loss, but other outputs depend."""
         """Parameters that are trained, of operators that run, and get no gradient in any pass."""
         self._reached = set[str]()
         self._draws = SAME
@@ -310,7 +313,9 @@ class _Runner:
     def _unreached(self, found: Pass) -> Collection[str]:
         called = dict.fromkeys(call.operator for call in found.calls)
         names = {name for operator in called for name in self.groups[operator].parameters}
-        names -= {*self._reached, *found.in_outputs}
+        names -= self._reached
+        self.beside = names & {*found.in_outputs}
+        names -= self.beside
         trained = {name: self._module.get_parameter(name) for name in names}
         # What a hook takes as soon as it is there was there.
         return [name for name, one in trained.items() if one.requires_grad and not one._post_accumulate_grad_hooks]

@@ -31,7 +31,9 @@ class Runs:
     failures: Mapping[Recompute, str]
     """Why no block could be recomputed so."""
     unreached: Collection[str]
-    """Parameters that are trained, of operators that run, and get no gradient."""
+    """Parameters that are trained, of operators that run, on which no output depends."""
+    beside: Collection[str]
+    """Trained ones on which the loss does not depend, and another output does."""
     rerun: Collection[str]
     """Paths of the blocks that the model itself runs again in its backward, and that no pass recomputes."""
     partly: Collection[str]

@@ -211,6 +211,11 @@ def _traced(
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
     notes += _notes_on_gradients(graph)
+    if run.beside:
+        notes.append(
+            f"the loss that the model returns does not depend on {_listed(run.beside)}, and other outputs do: their "
+            "gradients and optimizer states are counted, and no backward of those outputs"
+        )
     graph = _left_to_the_end(graph)
     if skipped:
         notes.append(

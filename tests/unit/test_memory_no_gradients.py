@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -164,41 +165,51 @@ def test_a_parameter_that_a_hook_steps_at_once_gets_a_gradient() -> None:
     assert all(one.reached for operator in graph.operators for one in operator.parameters)
 
 
-class TwoLosses(nn.Module):
-    """Returns two losses, each of a head of its own."""
+class Several(nn.Module):
+    """Returns outputs of three heads as `returned` says, and computes what it does not return."""
 
-    def __init__(self) -> None:
+    def __init__(self, returned: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, WIDTH) -> the losses."""
-        return self.first(x).square().mean(), self.second(x).square().mean()
-
-
-def test_of_several_losses_any_may_be_the_one() -> None:
-    source = ModelSource("two losses", TwoLosses, lambda module, batch: ((torch.randn(batch, WIDTH),), {}), 1)
-    graph = trace_model(source)
-    assert all(one.reached for operator in graph.operators for one in operator.parameters)
-    assert not any("no gradient reaches" in note for note in graph.notes)
-
-
-class Beside(nn.Module):
-    """Returns a loss and features, and computes what it does not return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.returned, self.layer = returned, nn.Linear(WIDTH, WIDTH)
         self.head, self.features, self.unread = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.scale = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """(batch, WIDTH) -> a loss and features."""
+    def forward(self, x: Tensor) -> Any:
+        """(batch, WIDTH) -> what `returned` makes of a loss, features and a scale."""
         x = self.layer(x)
         self.unread(x).tanh()
-        return {"features": self.features(x).tanh(), "loss": self.head(x).square().mean()}
+        return self.returned(self.head(x).square().mean(), self.features(x).tanh(), self.scale.exp().sum())
 
 
-def test_of_what_is_returned_a_loop_may_make_a_loss() -> None:
-    graph = trace_model(ModelSource("beside", Beside, lambda module, batch: ((torch.randn(batch, WIDTH),), {}), 1))
+SEVERAL: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "a named loss, and features": lambda loss, features, scale: {"features": features, "loss": loss * scale},
+    "features, and an auxiliary loss": lambda loss, features, scale: (features, loss * scale),
+    "two losses": lambda loss, features, scale: (loss * scale, features.mean()),
+    "features of two, and a scale": lambda loss, features, scale: (features, loss[None], scale),
+}
+
+
+@pytest.mark.parametrize("returned", SEVERAL)
+def test_of_what_is_returned_a_loop_may_make_a_loss(returned: str) -> None:
+    """Only of a loss that has that name no other output is part; that they are not differentiated is told."""
+    build = partial(Several, SEVERAL[returned])
+    source = ModelSource("several", build, lambda module, batch: ((torch.randn(batch, WIDTH),), {}), 1)
+    graph = trace_model(source)
     reached = {one.name: one.reached for operator in graph.operators for one in operator.parameters}
     assert {name.partition(".")[0] for name, is_reached in reached.items() if not is_reached} == {"unread"}
+    told = [note for note in graph.notes if "no backward of those outputs" in note]
+    assert bool(told) == (returned == "a named loss, and features")
+    assert any("the sum of all" in note for note in graph.notes) != bool(told)
+    choices = {operator.name: "shard" for operator in graph.operators}
+    plan = plan_of(graph, cluster(2, 2), choices, micro_batch=64)
+    assert -0.003 <= compare(plan, source, graph, cluster(2, 2), with_data=True).error <= 0.06
+
+
+def test_a_loss_beside_outputs_that_it_depends_on_is_the_loss() -> None:
+    """As models return it, `return loss, logits`: their sum would be another model's."""
+
+    def returned(loss: Tensor, features: Tensor, scale: Tensor) -> Any:
+        return (loss + features.square().mean()) * scale, features, scale
+
+    source = ModelSource("a tuple", partial(Several, returned), lambda _, batch: ((torch.randn(batch, WIDTH),), {}), 1)
+    assert not any("the sum of all" in note for note in trace_model(source).notes)
