@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.errors import OsdpError
 from profiler.fake_devices import modules_converted
 from profiler.garbage_collection import without_garbage_collection
-from profiler.simulated_ranks import NAMESPACES, exchanged, simulated_ranks
+from profiler.simulated_ranks import NAMESPACES, alike_ranks, exchanged, simulated_ranks
 from runtime.apply_schedule import apply_schedule
 from runtime.fully_shard_compat import few_chunks
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace
@@ -203,7 +203,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         what = "a dry run makes its own process group, so it needs a process of its own"
         got = "a process group that is initialised"
         raise OsdpError(what, got=got, advice="call it before init_process_group, or in another process")
-    with simulated_ranks(world_size, rank):
+    with simulated_ranks(world_size, rank), alike_ranks():
         forget_meshes()
         try:
             yield
