@@ -183,13 +183,11 @@ def _redistributing(by_torch: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
 @torch.no_grad()
 def _write(tensor: DTensor, values: Tensor) -> None:
-    """Let a DTensor hold what others hold, a collective call on another mesh. Raises OsdpError for other layouts."""
+    """Let a DTensor hold what others hold. Raises OsdpError unless they are laid out alike."""
     fits = (values.shape, values.dtype) == (tensor.shape, tensor.dtype)
-    if fits and isinstance(values, DTensor):
-        is_there = is_whole(values) and not is_whole(tensor)
-        if is_there or values.device_mesh != tensor.device_mesh:
-            write_whole(tensor, held_tensor(values) if is_there else gathered(values))
-            return
+    if fits and isinstance(values, DTensor) and is_whole(values) and not is_whole(tensor):
+        write_whole(tensor, held_tensor(values))
+        return
     if isinstance(values, DTensor) and values.device_mesh == tensor.device_mesh:
         values = values.redistribute(placements=tensor.placements)
     new, old = held_tensor(values), held_tensor(tensor)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from stacks import BlocksBetweenLayers
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,20 +27,13 @@ class Ensemble(nn.Module):
         return self.base(x) + y
 
 
-class Between(nn.Module):
+class Between(BlocksBetweenLayers):
     """Two blocks between linear layers; returns a loss."""
 
     def __init__(self, block: Callable[[], nn.Module] = Ensemble) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).pow(2).mean()
-        return loss
 
     def example_inputs(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (torch.randn(batch, LENGTH, WIDTH),), {}

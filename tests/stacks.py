@@ -15,6 +15,22 @@ from profiler.model_source import ModelSource
 LENGTH = 64
 
 
+class BlocksBetweenLayers(nn.Module):
+    """Runs a layer, blocks and a head; its loss is the mean of squares."""
+
+    embed: nn.Module
+    blocks: nn.ModuleList
+    head: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What `embed` takes -> a loss."""
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).pow(2).mean()
+        return loss
+
+
 class Attention(nn.Module):
     """Self-attention with an optional mask that is added to the scores."""
 

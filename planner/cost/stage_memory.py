@@ -325,11 +325,7 @@ class StageMemoryWalk:
                         prefetched, below, _ = self.next_prefetch(j)
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
-            if call.reruns and self.costs and not self.again:
-                found = gathered_again(self.frame, self.costs, self.own, j, sees_below=below)
-                for number, (more, around) in enumerate(found):
-                    live, held = (f"own rerun {number}", j), unsharded + more
-                    self.note("recompute", call.operator, held, gradients, buffers + around, live, seen)
+            self.note_own_reruns(j, unsharded, gradients, buffers, seen)
             if call.reads_parameters:
                 done.add(call.operator)
             if self.frame.has_opening and self.is_whole and not j:
@@ -367,6 +363,16 @@ class StageMemoryWalk:
 
         if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
+
+    def note_own_reruns(self, j: int, unsharded: float, gradients: float, buffers: float, seen: Neighbours) -> None:
+        """Note what is gathered as a part of the model that a call is in runs again by the model's own checkpoint."""
+        call = self.frame.stage.calls[j]
+        if not call.reruns or not self.costs or self.again:
+            return
+        found = gathered_again(self.frame, self.costs, self.own, j, sees_below=seen.below)
+        for number, (more, around) in enumerate(found):
+            live = f"own rerun {number}", j
+            self.note("recompute", call.operator, unsharded + more, gradients, buffers + around, live, seen)
 
     def note_first_gather(
         self, unit: StagedUnit, j: int, unsharded: float, gradients: float, reduce_input: int

@@ -35,6 +35,7 @@ from profiler.trace.graph_parameters import buffers_of, outside_of, parameter_of
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
 from profiler.trace.module_rounds import with_rounds
+from profiler.trace.runs import Runs
 from profiler.trace.unlike_passes import check_alike, order_of
 from profiler.trace.waiting_gradients import less, waiting_bytes, without_waiting
 
@@ -48,28 +49,10 @@ _ALL = _EVERY - {Recompute.NOTHING}
 
 
 def assemble(
-    source: ModelSource,
-    precision: str,
-    module: nn.Module,
-    dtypes: Mapping[str, RestingDtype],
-    groups: Sequence[Group],
-    passes: Mapping[int, Pass],
-    recomputed: Mapping[int, Pass],
-    selective: Mapping[int, Pass],
-    apart: Mapping[Recompute, Mapping[int, Pass]],
-    rerun: Container[str],
-    partly: Container[str],
-    let_go: Sequence[bool],
-    unreached: Container[str],
+    source: ModelSource, precision: str, module: nn.Module, dtypes: Mapping[str, RestingDtype], run: Runs
 ) -> ModelGraph:
-    """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional.
-
-    Those in which every block was `recomputed`, or so with a `selective` choice of operations, may be fewer, or none,
-    and those of all three kinds in which gradients leave blocks one by one (`apart`) too.  Blocks that the model itself
-    runs again (`rerun`) are recomputed in none, and those of which it runs a part again (`partly`) not
-    selectively.  `let_go` says of which executions the input could be offloaded; gradients come of no parameter
-    that is `unreached`.
-    """
+    """Return the graph of the passes, by their micro-batches (`affine_fit.Sizes`); that at `SINGLE` is optional."""
+    groups, passes = run.groups, run.passes
     first = next(iter(passes.values()))
     if first.calls[0].operator == NOBODY:
         raise OsdpError(f"{source.name} reads none of its parameters", expected="a forward that uses them")
@@ -78,7 +61,7 @@ def assemble(
     check_alike(source.name, groups, passes)
     recomputed, selective, *apart_passes = (
         {size: one for size, one in runs.items() if size in passes and order_of(one) == order_of(first)}
-        for runs in (recomputed, selective, *(apart.get(how, {}) for how in _KINDS))
+        for runs in (run.recomputed, run.selective, *(run.apart.get(how, {}) for how in _KINDS))
     )
     if [*map(len, apart_passes)] != [*map(len, (passes, recomputed, selective))]:
         apart_passes = [{}, {}, {}]
@@ -86,11 +69,11 @@ def assemble(
     order = list(dict.fromkeys(call.operator for call in first.calls))
     unused = sorted(set(range(len(groups))) - set(order))
     position = {group: index for index, group in enumerate(order + unused)}
-    run = sorted({call.block for call in first.calls if call.block is not None})
-    block_of = {execution: index for index, execution in enumerate(run)}
-    paths = [first.executions[execution].path for execution in run]
-    ways = [_ALL if path in rerun else _SELECTIVE if path in partly else _NONE for path in paths]
-    never = dict(zip(run, ways, strict=True))
+    executions = sorted({call.block for call in first.calls if call.block is not None})
+    block_of = {execution: index for index, execution in enumerate(executions)}
+    paths = [first.executions[execution].path for execution in executions]
+    ways = [_ALL if path in run.rerun else _SELECTIVE if path in run.partly else _NONE for path in paths]
+    never = dict(zip(executions, ways, strict=True))
     kinds = list(zip((*_KINDS[1:], *_KINDS), (recomputed, selective, *apart_passes), strict=True))
     found, fitted = list[Call](), dict[tuple[int, ...], Call]()
     for index, (record, *others) in enumerate(zip(*(one.calls for one in passes.values()), strict=True)):
@@ -109,10 +92,10 @@ def assemble(
         found.append(_placed(fitted[same], [record, *others], block, block_of, position, sizes))
     uncalled = tuple(_uncalled(first, {index: groups[index] for index in order}))
     found = with_rounds(_all_read(found), first.calls, groups, uncalled)
-    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths, unreached)
+    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths, run.unreached)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
-    blocks = _blocks(module, operators, calls, passes, [one for one in kinds if one[0]], never, waiting, let_go)
+    blocks = _blocks(module, operators, calls, passes, [one for one in kinds if one[0]], never, waiting, run.let_go)
     return ModelGraph(
         name=source.name,
         precision=precision,

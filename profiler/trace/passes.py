@@ -174,9 +174,9 @@ class _Runner:
         self._source = source
         self._device = device
         self.unreached: Collection[str] = ()
+        """Parameters that are trained, of operators that run, on which no output depends."""
         self.beside: Collection[str] = ()
-        """Parameters on which not the loss, but other outputs depend."""
-        """Parameters that are trained, of operators that run, and get no gradient in any pass."""
+        """Those on which the loss does not depend, and another output does."""
         self._reached = set[str]()
         self._draws = SAME
         """How forwards draw random numbers."""

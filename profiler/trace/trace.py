@@ -185,8 +185,7 @@ def _traced(
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
             held = (*values_of(computed), *(one for key, one in made_with_it.items() if key in still_there))
             kept = tuple(buffer_of(name, tensor) for name, tensor in held)
-    passes = run.passes, run.recomputed, run.selective, run.apart, run.rerun, run.partly, run.let_go, run.unreached
-    graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run.groups, *passes), run.samples)
+    graph: ModelGraph = _per_sample(assemble(source, precision, module, rested, run), run.samples)
     if whole_kinds or autocast.asked:
         graph = _named(graph, whole_kinds, under_autocast=bool(autocast.asked))
     skipped = tuple(operator.name for operator in graph.operators if operator.name in run.left_out)
@@ -196,26 +195,12 @@ def _traced(
         notes.append(f"works only under *=replicate, given the module itself: {'; '.join(elsewhere)}")
     if written:
         notes.append(f"the model itself changes parameters, which works only under *=replicate: {', '.join(written)}")
-    parts = [*module.named_modules()]
-    recurrent = [path for path, part in parts if isinstance(part, nn.RNNBase)]
-    if recurrent and settings.device_type == "cuda":
-        notes.append(
-            f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
-            f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
-        )
-    if synchronized := [path for path, part in parts if isinstance(part, nn.SyncBatchNorm)]:
-        count = len(synchronized)
-        notes.append(f"the time in which {count} SyncBatchNorm layers exchange statistics is in no prediction")
+    notes += _notes_on_layers(module, settings.device_type)
     notes += _notes_on_running(graph, run.rerun, autocast_is_off=autocast.is_off)
     for how, failure in run.failures.items():
         word = "recomputed" if how is Recompute.EVERYTHING else "recomputed selectively"
         notes.append(f"no block can be {word}: its forward, run again in the trace, failed with {failure}")
-    notes += _notes_on_gradients(graph)
-    if run.beside:
-        notes.append(
-            f"the loss that the model returns does not depend on {_listed(run.beside)}, and other outputs do: their "
-            "gradients and optimizer states are counted, and no backward of those outputs"
-        )
+    notes += _notes_on_gradients(graph, run.beside)
     graph = _left_to_the_end(graph)
     if skipped:
         notes.append(
@@ -232,8 +217,27 @@ def _traced(
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
 
-def _notes_on_gradients(graph: ModelGraph) -> Iterator[str]:
-    """Yield what is trained and not reached by the loss: modules of which nothing is, and parameters of others."""
+def _notes_on_layers(module: nn.Module, device_type: str) -> Iterator[str]:
+    """Yield what is not known of some kinds of layers."""
+    parts = [*module.named_modules()]
+    recurrent = [path for path, part in parts if isinstance(part, nn.RNNBase)]
+    if recurrent and device_type == "cuda":
+        yield (
+            f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
+            f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
+        )
+    if synchronized := [path for path, part in parts if isinstance(part, nn.SyncBatchNorm)]:
+        yield f"the time in which {len(synchronized)} SyncBatchNorm layers exchange statistics is in no prediction"
+
+
+def _notes_on_gradients(graph: ModelGraph, beside: Collection[str]) -> Iterator[str]:
+    """Yield what is trained and not reached by the loss: modules of which nothing is, and parameters of others; and
+    those `beside` it, which another output depends on."""
+    if beside:
+        yield (
+            f"the loss that the model returns does not depend on {_listed(beside)}, and other outputs do: their "
+            "gradients and optimizer states are counted, and no backward of those outputs"
+        )
     missing = [(operator, one) for operator in graph.operators for one in operator.parameters if not one.reached]
     if not missing:
         return

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 from rehearsals import compare, plan_of
+from stacks import BlocksBetweenLayers
 from synthetic import cluster
 from thoroughness import drawn_numbers
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Block(nn.Module):
         return {"sum": x + y if self.end == "sum" else y, "tanh": torch.tanh(y), "view": y.view_as(y)}.get(self.end, y)
 
 
-class Tied(nn.Module):
+class Tied(BlocksBetweenLayers):
     """Blocks of which some layers have the weight of the same layer in others, its bias too, or are the same module."""
 
     def __init__(self, wide: int, count: int, end: str, blocks: int, ties: list[tuple[int, list[int], str]]) -> None:
@@ -51,14 +52,6 @@ class Tied(nn.Module):
                 else:
                     one[layer].weight = layers[0][layer].weight
                     one[layer].bias = layers[0][layer].bias if what == "both" else one[layer].bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, 30, WIDTH) -> a loss."""
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).pow(2).mean()
-        return loss
 
 
 def drawn(number: int) -> tuple[int, int, str, int, list[tuple[int, list[int], str]]]:

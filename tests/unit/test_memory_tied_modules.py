@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 from rehearsals import compare, plan_of
+from stacks import BlocksBetweenLayers
 from synthetic import cluster
 from thoroughness import drawn_numbers
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class Block(nn.Module):
         return x + (self.shared(y) if self.place == "after" else y)
 
 
-class Model(nn.Module):
+class Model(BlocksBetweenLayers):
     """Blocks of which those in `uses` run one module; an embedding, a head or both have its weight (`ties`)."""
 
     def __init__(self, blocks: int, uses: list[int], place: str, ties: str) -> None:
@@ -57,14 +58,6 @@ class Model(nn.Module):
             self.embed.weight = shared.weight
         if "head" in ties:
             self.head.weight = shared.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, 30) token ids, or (batch, 30, WIDTH), -> a loss."""
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).pow(2).mean()
-        return loss
 
 
 How = tuple[int, list[int], str, str]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rehearsals import compare, plan_of
+from stacks import BlocksBetweenLayers
 from synthetic import cluster
 from thoroughness import some
 from torch import Tensor, nn
@@ -86,20 +87,13 @@ class Scaled(nn.Module):
         return y
 
 
-class Stack(nn.Module):
+class Stack(BlocksBetweenLayers):
     """Three blocks between linear layers."""
 
     def __init__(self, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(map(make, range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).pow(2).mean()
-        return loss
 
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {

@@ -155,6 +155,17 @@ def drawn(between: str) -> tuple[ModelSource, ModelGraph]:
     return source, trace_model(source)
 
 
+def _check(name: str, strategy: str, accumulation: int = 1, *, recomputes: bool) -> None:
+    """Compare a plan's prediction with a dry run: neither too low nor too high."""
+    source, graph = drawn(name)
+    choices = {operator.name: strategy for operator in graph.operators}
+    again = [block.name for block in graph.blocks] if recomputes else []
+    plan = plan_of(graph, cluster(2, 2), choices, again, micro_batch=4, accumulation=accumulation)
+    found = compare(plan, source, graph, cluster(2, 2), with_data=True)
+    print(name, strategy, accumulation, recomputes, f"{found.error:+.2%}", found.predicted_phase)
+    assert -0.002 <= found.error <= 0.02
+
+
 CASES = [
     *product(("alone", "beside a norm", "a frozen block", "frozen below"), ("shard", "hierarchical"), (True, False))
 ]
@@ -162,13 +173,7 @@ CASES = [
 
 @pytest.mark.parametrize(("between", "strategy", "recomputes"), some(CASES, 6))
 def test_what_no_backward_follows_is_not_prefetched(between: str, strategy: str, recomputes: bool) -> None:
-    source, graph = drawn(between)
-    choices = {operator.name: strategy for operator in graph.operators}
-    again = [block.name for block in graph.blocks] if recomputes else []
-    plan = plan_of(graph, cluster(2, 2), choices, again, micro_batch=4)
-    found = compare(plan, source, graph, cluster(2, 2), with_data=True)
-    print(between, strategy, recomputes, f"{found.error:+.2%}", found.predicted_phase)
-    assert -0.002 <= found.error <= 0.02
+    _check(between, strategy, recomputes=recomputes)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +188,7 @@ def test_what_no_backward_follows_is_not_prefetched(between: str, strategy: str,
 )
 def test_what_never_runs_rests(strategy: str, accumulation: int, recomputes: bool) -> None:
     """The optimizer's states are of 2 layers of 6, the buckets of all."""
-    source, graph = drawn("never run")
-    choices = {operator.name: strategy for operator in graph.operators}
-    again = [block.name for block in graph.blocks] if recomputes else []
-    plan = plan_of(graph, cluster(2, 2), choices, again, micro_batch=4, accumulation=accumulation)
-    found = compare(plan, source, graph, cluster(2, 2), with_data=True)
-    print(strategy, accumulation, recomputes, f"{found.error:+.2%}", found.predicted_phase)
-    assert -0.002 <= found.error <= 0.02
+    _check("never run", strategy, accumulation, recomputes=recomputes)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +200,4 @@ def test_what_never_runs_rests(strategy: str, accumulation: int, recomputes: boo
 )
 def test_what_the_loss_does_not_read_leaves_its_unit_unsharded(how: str, strategy: str, recomputes: bool) -> None:
     """No gradients and no states of it are counted, as notes say."""
-    source, graph = drawn(how)
-    choices = {operator.name: strategy for operator in graph.operators}
-    again = [block.name for block in graph.blocks] if recomputes else []
-    plan = plan_of(graph, cluster(2, 2), choices, again, micro_batch=4)
-    found = compare(plan, source, graph, cluster(2, 2), with_data=True)
-    print(how, strategy, recomputes, f"{found.error:+.2%}", found.predicted_phase)
-    assert -0.002 <= found.error <= 0.02
+    _check(how, strategy, recomputes=recomputes)
