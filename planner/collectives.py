@@ -5,6 +5,7 @@ For a collective that leaves S bytes on each of n ranks (reduce-scatter: starts 
     all_gather, reduce_scatter   t = (n - 1) alpha + (n - 1) / n * S / beta
     all_reduce                   twice that
     broadcast, reduce            t = (n - 1) alpha + S / beta
+    all_to_all                   t = (n - 1) alpha + S / n * max((m - 1) / intra, (n - m) / inter)
     pull, push                   t = (n - 1) alpha + (n - 1) / n * S / beta
     barrier                      t = (n - 1) alpha
     publish                      t = S / (rate of device memory)
@@ -14,7 +15,9 @@ reduce pass the tensor along a chain in chunks, so that every link carries all o
 ring, whose bus bandwidth is S / t for both in nccl-tests, doc/PERFORMANCE.md).  In a pull one rank
 reads the parts of its n - 1 peers and in a push it adds to theirs, each once and without a rendezvous;
 a barrier signals every peer; publish copies on the device itself, S bytes read and written.
-On a cluster whose backend is NCCL (`Cluster.nccl`), collectives take what NCCL would choose (`planner.nccl`).
+In an all-to-all, which only models run themselves, every rank sends each other one its part of S bytes directly, over
+both links at once.
+On a cluster whose backend is NCCL (`Cluster.nccl`), the others take what NCCL would choose (`planner.nccl`).
 A group has m ranks on each node that it touches.  Inside one node alpha and beta are those of the
 `intra` link.  Across nodes alpha is that of `inter`; the m ranks of a node drive the network
 together, so beta = min(intra, m * inter), where `inter` is what one rank gets while all send.
@@ -27,7 +30,16 @@ from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CollectiveTimes
 
 Operation = Literal[
-    "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "pull", "push", "barrier", "publish"
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "pull",
+    "push",
+    "barrier",
+    "publish",
 ]
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1, "pull": 1, "push": 1}
@@ -107,6 +119,10 @@ def _derived_s(operation: Operation, size_bytes: float, cluster: Cluster, ranks:
         bytes_per_s = min(bytes_per_s, together * cluster.inter.bytes_per_s.value)
     if operation == "barrier":
         return (ranks - 1) * latency_s
+    if operation == "all_to_all":
+        far_s = (ranks - together) / cluster.inter.bytes_per_s.value if cluster.inter and together < ranks else 0.0
+        near_s = (together - 1) / cluster.intra.bytes_per_s.value
+        return (ranks - 1) * latency_s + size_bytes / ranks * max(near_s, far_s)
     if cluster.nccl is not None and operation not in ONE_SIDED:
         return choose(operation, size_bytes, _links(cluster), ranks, together)[0]
     carried = 1.0 if operation in CHAINS else (ranks - 1) / ranks

@@ -17,9 +17,10 @@ from planner.name_patterns import matches, unknown_name
 from planner.problem import Pins
 from planner.strategies.notation import format_choice, parse_choice
 from planner.strategies.spec import Strategy
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph, Recompute
+from profiler.model_graph import ModelGraph, Recompute
 
 RECOMPUTE = {
     "recompute": Recompute.EVERYTHING,

@@ -12,11 +12,12 @@ from planner.cost.stragglers import NO_WAITS, Waits
 from planner.model.fsdp_units import check_selective
 from planner.strategies.notation import parse_choice
 from planner.strategies.spec import Strategy
+from profiler.affine import Affine
 from profiler.bounds import Bytes, NodeCount, RanksPerNode, Samples, SamplesOfAStep, Tokens
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph, Recompute
+from profiler.model_graph import ModelGraph, Recompute
 
 
 class _Strict:

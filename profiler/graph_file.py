@@ -7,7 +7,8 @@ Each object is a row of a JSON document, `[type, value...]`, after the rows of w
     {"schema": "osdp.model_graph/3", "fields": {"Affine": ["fixed", "per_sample"], ...},
      "rows": [["Affine", 0.0, 8.0], ["tuple", 768, 64], ...]}
 
-Reading makes dataclasses of `profiler.model_graph` and nothing else, so that a file cannot run code.
+Reading makes dataclasses of `profiler.model_graph` and `profiler.affine` and nothing else, so that a file cannot run
+code.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import json
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from profiler import model_graph
+from profiler import affine, model_graph
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph
 
-_OWN = [one for one in vars(model_graph).values() if getattr(one, "__module__", "") == model_graph.__name__]
-_TYPES = {one.__name__: one for one in _OWN if isinstance(one, type) and is_dataclass(one)}
+_TYPES = {
+    name: one
+    for module in (affine, model_graph)
+    for name, one in vars(module).items()
+    if isinstance(one, type) and is_dataclass(one) and one.__module__ == module.__name__
+}
 _FIELDS = {name: [field.name for field in fields(one)] for name, one in _TYPES.items()}
 _TUPLE = "tuple"
 

@@ -2,10 +2,8 @@
 
     nn.Module --trace--> ModelGraph --planner--> Plan
 
-Every cost is a function of the micro-batch b and affine in it, f(b) = fixed + per_sample * b
-(`Affine`): the tracer measures at two sizes and checks at a third.  Where samples interact, as in a contrastive loss,
-there is a part in b^2 too, and where torch takes another way at b = 1, a part for that alone (`Curve`).  Nothing here
-needs torch.
+Every cost is a function of the micro-batch (`profiler.affine`): the tracer measures at two sizes and checks at a third.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ from enum import IntEnum
 from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from profiler.affine import Affine
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -31,58 +31,6 @@ class Recompute(IntEnum):
     EVERYTHING = 2
     OFFLOADED = 3
     """Everything, with what the block is handed in the host's memory until then (`profiler.offloaded_input`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """A quantity that grows linearly with the micro-batch."""
-
-    fixed: float = 0.0
-    """Part that does not depend on the micro-batch (bytes or FLOPs)."""
-    per_sample: float = 0.0
-    """Part per sample of the micro-batch (bytes or FLOPs per sample)."""
-
-    def __call__(self, micro_batch: int) -> float:
-        return self.fixed + self.per_sample * micro_batch
-
-    def __add__(self, other: Affine) -> Affine:
-        return growth(*(one + two for one, two in zip(self.coefficients, other.coefficients, strict=True)))
-
-    @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """Parts that do not depend on the micro-batch b, that go with b and with b^2, and that are there at b = 1."""
-        return self.fixed, self.per_sample, 0.0, 0.0
-
-    def times(self, factor: float) -> Affine:
-        """Return that many of it."""
-        return growth(*(factor * one for one in self.coefficients))
-
-    def at_least(self, other: Affine) -> Affine:
-        """Return a quantity that is nowhere below either."""
-        return growth(*map(max, self.coefficients, other.coefficients))
-
-
-@dataclass(frozen=True, slots=True)
-class Curve(Affine):
-    """A quantity that grows with the square of the micro-batch too, or is larger than on its line at one of 1."""
-
-    per_pair: float = 0.0
-    """Part per pair of samples of the micro-batch, and each with itself (bytes or FLOPs)."""
-    at_one: float = 0.0
-    """Part of a micro-batch of 1 alone (bytes or FLOPs)."""
-
-    def __call__(self, micro_batch: int) -> float:
-        line = self.fixed + self.per_sample * micro_batch + self.per_pair * micro_batch**2
-        return line + self.at_one if micro_batch == 1 else line
-
-    @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        return self.fixed, self.per_sample, self.per_pair, self.at_one
-
-
-def growth(fixed: float = 0.0, per_sample: float = 0.0, per_pair: float = 0.0, at_one: float = 0.0) -> Affine:
-    """Return a quantity with these parts."""
-    return Curve(fixed, per_sample, per_pair, at_one) if per_pair or at_one else Affine(fixed, per_sample)
 
 
 @cache
@@ -165,6 +113,26 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelCollective:
+    """Collectives that the model's own code runs, of one kind in one direction of a call; the device waits for each."""
+
+    operation: str
+    """As of `planner.collectives`."""
+    ranks: int
+    """Of the group."""
+    stride: int
+    """Between neighbouring ranks of the group."""
+    count: int
+    size_bytes: Affine
+    """Of all of them together: the whole tensors, gathered or not yet scattered."""
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Ranks of the group, and their stride."""
+        return self.ranks, self.stride
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """The device work of one direction of a call."""
 
@@ -177,6 +145,8 @@ class Work:
     launches: int = field(default=0, repr=False)
     """How many kernels it launches, at any micro-batch: operations of PyTorch that read or write memory.  Not part of
     fingerprints and keys, which are older."""
+    collectives: tuple[ModelCollective, ...] = field(default=(), repr=False)
+    """Those of the model's own.  Not part of them either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,12 +88,13 @@ class Exchange(NamedTuple):
 
 def exchanged(op: OpOverload, args: Sequence[Any], out: Any) -> list[Exchange]:
     """Return what is known of what a collective leaves; of all else that it writes to nothing is."""
-    kind, rank, size = op.overloadpacket, *_place(op, args)
+    kind, group = op.overloadpacket, group_of(op, args)
+    rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     factor = _factor(_last_reduction[-1] if _last_reduction else None, size)
     if kind in _REDUCED:
         return [Exchange(one, one, Part(0, one.numel(), factor)) for one in args[0] if factor]
     if kind in _GATHERED:
-        pairs = zip(args[0], args[1], strict=True)
+        pairs = zip(args[0], args[1], strict=False)  # those that do not get it have no lists
         return [Exchange(one, own, Part(0, own.numel())) for every, own in pairs for one in every]
     if kind is c10d.reduce_scatter_:
         own = [parts[rank] for parts in args[1]]
@@ -135,17 +136,14 @@ _GATHERED = (c10d.allgather_, c10d.gather_)
 _UNCHANGED = [getattr(functional, name, None) for name in ("broadcast", "wait_tensor", "_wrap_tensor_autograd")]
 
 
-def _place(op: OpOverload, args: Sequence[Any]) -> tuple[int, int]:
-    """Return this process's rank in the group of a collective, and how many ranks that has."""
+def group_of(op: OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the group of a collective, None of an op that has none."""
     for argument, given in zip(op._schema.arguments, args, strict=False):
         if argument.name == "process_group":
-            group = dist.ProcessGroup.unbox(given)
-        elif argument.name == "group_name":
-            group = given if isinstance(given, dist.ProcessGroup) else _resolve_process_group(given)
-        else:
-            continue
-        return group.rank(), group.size()
-    return 0, 1
+            return dist.ProcessGroup.unbox(given)
+        if argument.name == "group_name":
+            return given if isinstance(given, dist.ProcessGroup) else _resolve_process_group(given)
+    return None
 
 
 def _factor(reduction: Any, size: int) -> int:

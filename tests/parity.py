@@ -20,9 +20,10 @@ from osdp.models.config import BertConfig, GPT2Config, LlamaConfig, UnevenConfig
 from osdp.planning.clusters import load_cluster
 from planner.plan import ClusterRef, Plan, Prediction, cluster_fingerprint, model_ref
 from planner.strategies.registry import known_strategies
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import RingRule
-from profiler.model_graph import Affine, ModelGraph
+from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from runtime.optimizers import OPTIMIZERS
 

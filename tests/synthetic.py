@@ -11,9 +11,10 @@ from planner.options.search_space import Space
 from planner.plan import Plan
 from planner.pricing import decisions_of
 from planner.strategies.spec import Strategy
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster, Device, Host, Launch, Link, Nccl
 from profiler.cluster.figure import Figure
-from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
+from profiler.model_graph import Block, Call, CallMemory, ModelGraph, Operator, Parameter, Rerun, Work
 
 MB = 1 << 20
 

@@ -14,8 +14,9 @@ from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
 from planner.strategies.unit_collectives import all_reached, as_reduced
+from profiler.affine import Affine
 from profiler.byte_sizes import allocated_bytes
-from profiler.model_graph import UNSEEN_RERUN, Affine, Call, CallMemory, Parameter, Recompute
+from profiler.model_graph import UNSEEN_RERUN, Call, CallMemory, Parameter, Recompute
 
 Costs = tuple[UnitBytes, UnitTraffic]
 Live = tuple[str, int]

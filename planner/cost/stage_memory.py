@@ -52,7 +52,7 @@ from typing import NamedTuple
 from planner.cost.own_reruns import gathered_again
 from planner.cost.stage_costs import Live, StageFrame, UnitCosts
 from planner.cost.staged_unit import StagedUnit
-from profiler.model_graph import Affine
+from profiler.affine import Affine
 
 
 class Neighbours(NamedTuple):

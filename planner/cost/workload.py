@@ -5,6 +5,8 @@ other kernels apart because they do not overlap on one stream:
 
     t = max(matmul_flops / (efficiency * peak), matmul_bytes / bandwidth) + other_bytes / bandwidth
 
+Collectives that the model runs itself come on top (`planner.collectives`): what follows waits for them.
+
 The host launches what the device runs, and is ahead of it while that takes the device longer.  A call's launches take
 
     t = launches * kernel_s
@@ -21,14 +23,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
+from planner.collectives import Operation, collective_s
 from planner.cost.stragglers import NO_WAITS, Waits
 from planner.cost.unit_memory import outside_bytes
 from planner.optimizers import Optimizer, optimizer_of
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster
 from profiler.cluster.measurements import CallTimes, call_key, interpolated
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, Call, ModelGraph, Parameter, Work
+from profiler.model_graph import Call, ModelGraph, Parameter, Work
 
 NO_BYTES = Affine()
 
@@ -175,7 +180,15 @@ class Workload:
         rate = rates[known].value * device.efficiency(known).value
         bandwidth = device.memory_bytes_per_s.value
         matmul_s = max(work.matmul_flops(batch) / rate, work.matmul_bytes(batch) / bandwidth)
-        return matmul_s + work.other_bytes(batch) / bandwidth
+        return matmul_s + work.other_bytes(batch) / bandwidth + self.own_collectives_s(work)
+
+    def own_collectives_s(self, work: Work) -> float:
+        """Return the seconds of the collectives that the model itself runs in one direction of a call."""
+        seconds = 0.0
+        for one in work.collectives:
+            operation, size_bytes = cast(Operation, one.operation), one.size_bytes(self.micro_batch) / one.count
+            seconds += one.count * collective_s(operation, size_bytes, self.cluster, *one.group)
+        return seconds
 
     def optimizer_s(self, parameter_bytes: float, offloaded_bytes: float = 0.0, tensors: int = 0) -> float:
         """Return the seconds of one optimizer step over fp32 shards of so many bytes on the device and on the host.

@@ -23,8 +23,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from planner.model.fsdp_units import check_split, split_bounds, split_parameters
+from profiler.affine import Affine
 from profiler.cluster.measurements import call_key
-from profiler.model_graph import Affine, Call, CallMemory, ModelGraph, Operator, OwnRerun, Work
+from profiler.model_graph import Call, CallMemory, ModelGraph, Operator, OwnRerun, Work
 
 NOTHING = Affine()
 SLICE_LAUNCHES = 3
@@ -157,4 +158,5 @@ def _part(work: Work, share: float, last: bool, extra_bytes: Affine) -> Work:
         matmul_bytes=work.matmul_bytes.times(share),
         other_bytes=(work.other_bytes if last else NOTHING) + extra_bytes,
         launches=work.launches if last else min(work.launches, SLICE_LAUNCHES),
+        collectives=work.collectives if last else (),
     )

@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import attrgetter
 
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster
-from profiler.model_graph import Affine, Call, ModelGraph, Parameter, Recompute
+from profiler.model_graph import Call, ModelGraph, Parameter, Recompute
 
 _NAMELESS = attrgetter(*(one.name for one in fields(Parameter) if one.name != "name"))
 """Returns what a parameter is but for its name."""

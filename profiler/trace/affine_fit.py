@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from profiler.affine import Affine, growth
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, growth
 
 SIZES = (2, 4, 6)
 """Micro-batches that give the lines."""

@@ -10,15 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from profiler.affine import Affine
 from profiler.byte_sizes import allocated_bytes, format_bytes
 from profiler.errors import OsdpError
 from profiler.mixed_precision import RestingDtype
 from profiler.model_graph import (
-    Affine,
     Block,
     Call,
     CallMemories,
     CallMemory,
+    ModelCollective,
     ModelGraph,
     Operator,
     OwnRerun,
@@ -295,7 +296,17 @@ def _work(tallies: Sequence[Tally], what: str, sizes: Sizes) -> Work:
         matmul_bytes=line([tally.matmul_bytes for tally in tallies], sizes),
         other_bytes=line([tally.other_bytes for tally in tallies], sizes),
         launches=max(tally.launches for tally in tallies),
+        collectives=_collectives(tallies, sizes),
     )
+
+
+def _collectives(tallies: Sequence[Tally], sizes: Sizes) -> tuple[ModelCollective, ...]:
+    """Return the collectives that passes of some sizes sent."""
+    found = list[ModelCollective]()
+    for kind in dict.fromkeys(kind for tally in tallies for kind, _ in tally.sent):
+        sent = [[size for other, size in tally.sent if other == kind] for tally in tallies]
+        found.append(ModelCollective(*kind, max(map(len, sent)), line([*map(sum, sent)], sizes)))
+    return tuple(found)
 
 
 def _instant(values: Sequence[int | None], tallies: Sequence[Tally], sizes: Sizes) -> Affine | None:
@@ -396,7 +407,7 @@ def _block_rerun(passes: Mapping[int, Pass], execution: int, waiting_bytes: int)
     start = _instant([tally.events[0] if tally.events else None for tally in again], again, sizes) or Affine()
     peak = _peak(again, [slice(None) for _ in again], sizes)
     flops, matmul_bytes, other_bytes = (line([getattr(tally, name) for tally in again], sizes) for name in _WORK)
-    work = Work(flops, matmul_bytes, other_bytes, max(tally.launches for tally in again))
+    work = Work(flops, matmul_bytes, other_bytes, max(tally.launches for tally in again), _collectives(again, sizes))
     in_tail = any(run.again_in_tail for run in runs)
     return Rerun(less(start, waiting_bytes), less(peak, waiting_bytes), in_tail, work)
 

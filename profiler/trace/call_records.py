@@ -11,6 +11,7 @@ from profiler.trace.handover import Handover
 from profiler.trace.live_storage import NO_CHARGE, Charge, LiveStorage
 from profiler.trace.lone_input import LoneInput
 from profiler.trace.op_cost import Cost
+from profiler.trace.own_collectives import Kind
 
 Part = tuple[int | None, int]
 """A block execution and NOBODY, or None and an operator that runs in no block."""
@@ -24,7 +25,9 @@ class Tally:
     matmul_bytes: int = 0
     other_bytes: int = 0
     launches: int = 0
-    """Operations that read or write memory."""
+    """Operations that read or write memory, and collectives."""
+    sent: list[tuple[Kind, int]] = field(default_factory=list)
+    """The model's own collectives, and their bytes."""
     events: list[int] = field(default_factory=list)
     """Live bytes less what is charged to earlier calls, in order of time."""
     waste: int = 0
@@ -33,7 +36,8 @@ class Tally:
     @property
     def sum(self) -> int:
         """The sum of all that is measured."""
-        return self.flops + self.matmul_bytes + self.other_bytes + sum(self.events)
+        sent = sum(size for _, size in self.sent)
+        return self.flops + self.matmul_bytes + self.other_bytes + sent + sum(self.events)
 
     def spend(self, cost: Cost) -> None:
         """Add an operation."""
@@ -41,6 +45,12 @@ class Tally:
         self.matmul_bytes += cost.matmul_bytes
         self.other_bytes += cost.other_bytes
         self.launches += cost.matmul_bytes + cost.other_bytes > 0
+
+    def send(self, collective: tuple[Kind, int] | None) -> None:
+        """Add a collective."""
+        if collective is not None:
+            self.sent.append(collective)
+            self.launches += 1
 
     def rebase(self, before: Charge, *, in_forward: bool = False) -> None:
         """Take what is charged to earlier calls off live bytes."""

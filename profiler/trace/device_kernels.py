@@ -11,7 +11,8 @@ it sees fit.  `device_kernels` registers, for as long as it is open, the choice 
 - GRU, RNN and what is left of LSTM: a CPU multiplies the inputs of all steps at once (`profiler.recurrent_layers`).
 - packed sequences: plain products of every step (`profiler.trace.packed_sequences`), but of a CPU's LSTM.
 - dropout: CUDA keeps a mask of one byte an element, a CPU a factor of the activation's type.
-- batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much.
+- batch norm over ranks (`SyncBatchNorm`), which takes GPUs only: batch norm, which keeps as much, beside the
+  collectives of the statistics.
 - collectives of the model's own that take lists: what backends allocate beside them (`profiler.simulated_ranks`).
 - batch norm: CPUs take an image of one pixel to be in rows, others go by its strides, so that what is made of the
   result may have its channels last.  Of what is neither in rows nor has its channels last, as sequences (batch, length,
@@ -29,6 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from profiler.recurrent_kernels import lstm, runs_on_onednn
@@ -62,15 +64,43 @@ def device_kernels(device_type: str, run_on: str) -> Iterator[None]:
         chosen["batch_norm"] = _batch_norm
     if device_type == "cuda":
         chosen["dropout"] = _masked_dropout
-    # What batch norm keeps is as large, whether ranks exchange its statistics or not; on a CPU they cannot.
-    alone = patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+    synchronized = patch.object(nn.SyncBatchNorm, "forward", _synchronized)
     scoped = torch.library._scoped_library
-    with scoped("aten", "IMPL") as library, scoped("c10d", "IMPL") as collectives, alone, alike_ranks():
+    with scoped("aten", "IMPL") as library, scoped("c10d", "IMPL") as collectives, synchronized, alike_ranks():
         for name, kernel in chosen.items():
             library.impl(name, kernel, key)
         for name, kernel in in_one_piece().items():
             collectives.impl(name, kernel, key)
         yield
+
+
+def _synchronized(module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """`SyncBatchNorm.forward`: the statistics of as many ranks as there are, and batch norm with those of this one."""
+    if module.training and dist.is_initialized() and dist.get_world_size(module.process_group) > 1:
+        x = _Statistics.apply(x, module.num_features, module.process_group)  # type: ignore[no-untyped-call]
+    return nn.BatchNorm1d.forward(module, x)
+
+
+class _Statistics(torch.autograd.Function):
+    """What `torch.nn.modules._functions.SyncBatchNorm` exchanges; returns its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channels: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.channels, ctx.group = channels, group
+        own = x.new_empty(2 * channels + 1, dtype=_accumulated(x))  # mean, deviation, and how many samples
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        gather(own.new_empty(dist.get_world_size(group) * len(own)), own, group=group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dist.all_reduce(gradient.new_empty(2 * ctx.channels, dtype=_accumulated(gradient)), group=ctx.group)
+        return gradient, None, None
+
+
+def _accumulated(x: Tensor) -> torch.dtype:
+    """Return the dtype in which CUDA's batch norm sums up."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
 def _attention(

@@ -115,7 +115,7 @@ def cost(
     op: Op, tensors: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], out: Any
 ) -> Cost:
     """Return the cost of `out = op(*args, **kwargs)`, given the tensors in the arguments and in `out`."""
-    if op.allocates_only:
+    if op.allocates_only or op.data.is_collective:  # those are priced by what they send
         return Cost(0, 0, 0)
     written = sum(extent(tensor) for tensor in outputs)
     read = 0

@@ -40,6 +40,7 @@ from profiler.trace.lone_input import lone_input, note_products, saving_nothing,
 from profiler.trace.op_cost import Cost, Op, cost
 from profiler.trace.op_tensors import handed_tensors, output_layouts, output_tensors, read_argument
 from profiler.trace.ops_that_import import OpRunner
+from profiler.trace.own_collectives import own_collective
 from profiler.trace.own_reruns import run_again
 from profiler.trace.parameter_gradients import ParameterGradients
 from profiler.trace.same_dtypes import check_dtypes
@@ -325,8 +326,7 @@ class Meter(UncompiledMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        op = self._ops.get(func)
-        if op is None:
+        if (op := self._ops.get(func)) is None:
             op = self._ops[func] = self._describe(func)
         try:
             if types:  # subclasses, whose own code may call functions that modes see
@@ -374,6 +374,8 @@ class Meter(UncompiledMode):
         foreign = self._place(op, tensors)
         if op.writes:
             self.written.note(func, args, kwargs)
+        if op.data.is_collective and len(foreign) in (0, len(tensors)):
+            self.ledger.tally.send(own_collective(func, args))
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
                 out = without_sending(func, args, kwargs) if op.data.is_collective else func(*args, **kwargs)
@@ -386,8 +388,7 @@ class Meter(UncompiledMode):
             return answer
         if self._synthesize and op.has_device and (not tensors or kwargs.get("device") is not None):
             kwargs = {**kwargs, "device": META}
-        key = tuple(description)
-        known = self._memo.get(key)
+        known = self._memo.get(key := tuple(description))
         if known is None:
             check_dtypes(func, tensors)
         layouts = known.layouts if known else predict(func, args, kwargs) if self._synthesize else None

@@ -188,8 +188,9 @@ def _instants(end: Ending) -> tuple[int | None, ...]:
     return end.inside, end.reached, end.arrived
 
 
-def _tallied(tally: Tally) -> tuple[int, ...]:
-    return tally.flops, tally.matmul_bytes, tally.other_bytes, tally.launches, tally.waste, *tally.events
+def _tallied(tally: Tally) -> tuple[Any, ...]:
+    work = tally.flops, tally.matmul_bytes, tally.other_bytes, tally.launches, tuple(tally.sent)
+    return *work, tally.waste, *tally.events
 
 
 def _interface(execution: Execution) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.jit import ScriptModule
 
+from profiler.affine import Affine, Curve, growth
 from profiler.alias_outputs import outputs_aliased, wrappable
 from profiler.autocast import Autocast
 from profiler.byte_sizes import format_bytes
@@ -29,7 +30,7 @@ from profiler.garbage_collection import without_garbage_collection
 from profiler.handed_containers import ContainersHanded
 from profiler.linear_layers import whole_linears
 from profiler.mixed_precision import COMPUTE_DTYPE, MASTER_WEIGHTS, computing_in, resting_dtypes
-from profiler.model_graph import Affine, Curve, ModelGraph, Recompute, growth
+from profiler.model_graph import ModelGraph, Recompute
 from profiler.model_source import ModelSource
 from profiler.parameter_memory import shared_memory
 from profiler.plain_attributes import unregistered_tensors
@@ -212,7 +213,7 @@ def _traced(
     graph = replace(graph, autocast=autocast.dtype_of(module))
     if device.data.runs_collectives and dist.is_initialized():
         ranks = dist.get_world_size()
-        what = f"the model runs collectives itself: memory is as on {ranks} ranks, and their time is in no prediction"
+        what = f"the model runs collectives itself: memory is as on {ranks} ranks, and their time is part of computing"
         graph = replace(graph, world_size=ranks, notes=(*graph.notes, what))
     return replace(graph, left_out=skipped, written=written, held_elsewhere=elsewhere, master_weights=master_weights)
 
@@ -226,8 +227,6 @@ def _notes_on_layers(module: nn.Module, device_type: str) -> Iterator[str]:
             f"not known: what cuDNN keeps for the backward of recurrent layers and of their weights; the products of "
             f"every step are counted in its place, so memory may be too low: {', '.join(recurrent)}"
         )
-    if synchronized := [path for path, part in parts if isinstance(part, nn.SyncBatchNorm)]:
-        yield f"the time in which {len(synchronized)} SyncBatchNorm layers exchange statistics is in no prediction"
 
 
 def _notes_on_gradients(graph: ModelGraph, beside: Collection[str]) -> Iterator[str]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from profiler.affine import Affine
 from profiler.byte_sizes import allocated_bytes
-from profiler.model_graph import Affine, Call, CallMemories, CallMemory, Operator
+from profiler.model_graph import Call, CallMemories, CallMemory, Operator
 from profiler.trace.call_records import CallRecord
 from profiler.trace.find_operators import Group
 

@@ -18,8 +18,9 @@ from selective import CASES, plan, without_offload
 from osdp.planning.request import Planned
 from osdp.zoo import load_cluster, load_model
 from planner.plan import Plan
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster, Host
-from profiler.model_graph import Affine, CallMemories, ModelGraph
+from profiler.model_graph import CallMemories, ModelGraph
 from profiler.trace.trace import trace_model
 
 MORE = (

@@ -16,9 +16,10 @@ from allocator import Case
 
 from osdp.planning.request import BEST, Planned, Request, plan_graph
 from osdp.zoo import load_cluster, load_model
+from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph
+from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
 
 CASES = (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trace_models import MLP, source
 
 from osdp.planning import Request, plan_model
+from profiler.affine import Affine, Curve
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, Curve
 from profiler.trace.affine_fit import FOURTH, SINGLE, SIZES, envelope, line
 from profiler.trace.trace import trace_model
 

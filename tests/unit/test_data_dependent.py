@@ -25,8 +25,9 @@ from osdp.planning.plan_file import reopen
 from osdp.planning.request import Request, plan_model
 from osdp.planning.verify import verify
 from osdp.zoo import load_cluster, load_model
+from profiler.affine import Affine
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph
+from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.even_draws import spread

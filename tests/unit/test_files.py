@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler import yaml_files
+from profiler.affine import Affine
 from profiler.byte_sizes import format_bytes, parse_bytes
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
+from profiler.model_graph import Block, Call, CallMemory, ModelGraph, Operator, Parameter, Work
 from profiler.yaml_files import Problem, read_yaml, to_yaml, write_text_atomic, write_yaml
 
 FORBID = {"extra": "forbid"}

@@ -19,8 +19,9 @@ from osdp.planning import Request, plan_model
 from osdp.training.config import TrainConfig
 from osdp.training.job import model_and_task
 from planner.strategies.registry import known_strategies
+from profiler.affine import Affine
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph
+from profiler.model_graph import ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.trace import trace_model
 

@@ -19,6 +19,7 @@ FOLDERS = ("profiler", "planner", "runtime", "osdp")
 PLAIN_DATA = frozenset(
     f"profiler.{name}"
     for name in (
+        "affine",
         "model_graph",
         "cluster.cluster",
         "cluster.figure",

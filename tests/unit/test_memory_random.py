@@ -22,10 +22,11 @@ from planner.search.least_memory import smallest_plan
 from planner.search.search import search
 from planner.strategies.notation import format_choice
 from planner.strategies.registry import known_strategies
+from profiler.affine import Affine
 from profiler.byte_sizes import whole_mib
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph, Operator, Recompute
+from profiler.model_graph import ModelGraph, Operator, Recompute
 
 VOCABULARY, LENGTH = {"gpt2": 512, "llama": 4096, "bert": 2048}, 128
 """Chains only: in an encoder and decoder, blocks with slices that run again are priced up to 3.4 % from above."""

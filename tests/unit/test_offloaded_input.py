@@ -30,8 +30,9 @@ from planner.problem import Pins, Task
 from planner.search.ceiling import computing_s
 from planner.search.search import search
 from planner.strategies.spec import Strategy
+from profiler.affine import Affine
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine, ModelGraph, Recompute
+from profiler.model_graph import ModelGraph, Recompute
 from runtime.compile_plan import compile_plan
 from runtime.strategies import offloaded_input
 from runtime.strategies.activation_checkpointing import _with_device

@@ -10,7 +10,8 @@ from synthetic import MB, call, chain, operator, transformer
 
 from planner.model.operator_split import slice_operators
 from planner.model.stages import cut
-from profiler.model_graph import Affine, ModelGraph, Parameter, Work
+from profiler.affine import Affine
+from profiler.model_graph import ModelGraph, Parameter, Work
 
 # 256 tokens a sample through 1024 -> 2048 features: 2 x 256 x 1024 x 2048 FLOPs, input 1 MB, output 2 MB.
 FLOPS, X, Y = 2.0 * 256 * 1024 * 2048, 1 * MB, 2 * MB

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from trace_models import MLP, Attention, ConvNet, EncoderDecoder, LanguageModel, call_of, language_model, source
 
-from profiler.model_graph import Affine, ModelGraph
+from profiler.affine import Affine
+from profiler.model_graph import ModelGraph
 from profiler.trace.trace import trace_model
 
 

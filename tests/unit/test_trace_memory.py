@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from trace_models import MEMORY_CASES, MLP, call_of, language_model, source
 
+from profiler.affine import Affine
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.model_graph import Affine, Call, ModelGraph
+from profiler.model_graph import Call, ModelGraph
 from profiler.model_source import ModelSource
 from profiler.trace.affine_fit import SIZES, envelope, line
 from profiler.trace.trace import trace_model

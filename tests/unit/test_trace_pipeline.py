@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trace_models import MEMORY_CASES, MLP, LanguageModel, language_model, source
 
 import profiler.trace.trace
+from profiler.affine import Affine
 from profiler.errors import OsdpError
-from profiler.model_graph import Affine
 from profiler.model_source import ModelSource
 from profiler.trace.dataless_device import FakeCpu
 from profiler.trace.trace import trace_model
