@@ -102,7 +102,8 @@ class _Running:
     """A model that runs forward or backward, or None, where it is not known which."""
 
     def __init__(self, module: nn.Module | None) -> None:
-        self._module, self._known = module, frozenset[int]()
+        self._module = module
+        self._known: frozenset[int] = frozenset()  # torch.compile of 2.11 knows no `frozenset[int]()`
 
     def has(self, tensors: list[Tensor]) -> bool:
         """Return whether tensors are in the memory of its plain parameters, as looked up when one first was not."""

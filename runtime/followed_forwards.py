@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.utils._pytree import tree_leaves
 
 from runtime.torch_compat import param_groups
@@ -30,6 +30,30 @@ def follow_forwards(module: FSDPModule) -> None:
         group.post_forward = partial(_post_forward, group, group.post_forward, returned)
         for one in group.modules if len(group.modules) > 1 else ():
             one.register_forward_hook(partial(_note_returned, returned), prepend=True)  # FSDP2's may end the forward
+
+
+def end_units_in_part(root: FSDPModule) -> None:
+    """As a forward of the model ends, end those of units whose modules have not all run, as torch does since 2.13.
+
+    Otherwise what of such a unit runs last is never followed by a backward that gathers it.  Checked on 2.11.
+    """
+    state = cast(Any, root)._get_fsdp_state()
+    if not hasattr(state, "_force_complete_incomplete_states"):
+        state._register_pre_backward_hook = partial(_end_model, state, state._register_pre_backward_hook)
+
+
+def _end_model(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
+    output, context = register(output), state._state_ctx
+    if context.iter_forward_root is not state or is_bw():
+        return output
+    for other in reversed(context.all_states):
+        if other is not state and other._modules_to_run_forward:
+            for group in (other._fsdp_param_group,) if other._fsdp_param_group else ():
+                output = group.post_forward(None, None, output)
+            output = other._register_pre_backward_hook(output)
+            other._training_state = TrainingState.IDLE
+            other._modules_to_run_forward.clear()
+    return output
 
 
 def _note_returned(returned: set[nn.Module], module: nn.Module, args: Any, output: Any) -> None:

@@ -376,12 +376,15 @@ def reduce_when_rerun(first: FSDPModule, modules: Sequence[nn.Module]) -> None:
     """Reduce a unit's gradients whenever an autograd function has run its modules forward and back in its backward.
 
     FSDP2 takes a forward within a backward for one whose graph is there already, and drops the gradients of all but
-    the first of several.
+    the first of several.  Before 2.13 it also gathers nothing for a module that runs again while another of the unit's
+    has not, though a backward between may have sharded them.
     """
     state = cast(Any, first)._get_fsdp_state()
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if state._training_state == TrainingState.PRE_BACKWARD and torch.is_grad_enabled():
+            if not hasattr(first, "reset_iter_state"):  # before 2.13
+                state._modules_to_run_forward.clear()
             for group in param_groups(first):
                 args, kwargs = group._register_post_backward_hook(args, kwargs)
         return args, kwargs

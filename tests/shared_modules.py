@@ -64,3 +64,18 @@ class Handed(InAll):
         for block in self.blocks:
             x = block(x, self.shared)
         return x.pow(2).mean()
+
+
+class TiedFirst(InAll):
+    """A module of several blocks, whose weight a layer before them has too, as an embedding: it never runs again."""
+
+    def __init__(self, width: int = 6) -> None:
+        Toy.__init__(self)
+        self.embed, shared = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.embed.weight = shared.weight
+        layers = shared, nn.Linear(width, width), shared
+        self.blocks = nn.ModuleList(Sharing(width, layer) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, any, width) -> a loss."""
+        return super().forward(self.embed(x))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from profiler.errors import OsdpError
-from runtime.followed_forwards import follow_forwards
+from runtime.followed_forwards import end_units_in_part, follow_forwards
 from runtime.fully_shard_compat import containers_with_forward, managing_all, share_secondary_mesh
 from runtime.registered_parameters import Place, refuse_others
 from runtime.schedule import ScheduledUnit
@@ -150,4 +150,5 @@ def wrap_root(context: WrapContext) -> Root:
         fully_shard(context.model, mesh=mesh, reshard_after_forward=True, ignored_params=context.ignored | sharded)
     assert isinstance(context.model, FSDPModule)
     initialise(context.model)
+    end_units_in_part(context.model)
     return Root(context.model)

@@ -10,7 +10,7 @@ import torch
 from exported import parallelize_of, source_of
 from parity import cluster_of
 from ranks import run_ranks
-from shared_modules import Handed, InAll, InOne
+from shared_modules import Handed, InAll, InOne, TiedFirst
 from thoroughness import some
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,7 @@ from toys import EVERY_RANK, RANKS, STRATEGIES, graph_of, plan_of, run_everywher
 
 from runtime.observe.collective_log import record_collectives
 
-MODELS = [InAll, partial(InAll, has_gain=True), InOne, partial(InOne, has_gain=True), Handed]
+MODELS = [InAll, partial(InAll, has_gain=True), InOne, partial(InOne, has_gain=True), Handed, TiedFirst]
 
 
 def train_shared(rank: int, build: Callable[[], nn.Module]) -> None:
@@ -31,7 +31,8 @@ def train_shared(rank: int, build: Callable[[], nn.Module]) -> None:
     names, blocks = [operator.name for operator in graph.operators], tuple(block.name for block in graph.blocks)
     mixed = {name: ("shard", "owner", "replicate")[index % 3] for index, name in enumerate(names)}
     for name, choices in (*((one, {}) for one in some(["shard", *STRATEGIES], 2)), ("shard", mixed)):
-        plan = plan_of(build(), name, choices, recomputed=blocks[:1], selective=blocks[1:2], graph=graph)
+        again = {"recomputed": blocks[::2], "selective": blocks[1:2]}
+        plan = plan_of(build(), name, choices, **again, graph=graph)
         model = OSDP(seeded(build), plan)
         train_on((rank,), model, InAll())
         got = model.full_state_dict(rank0_only=False)
