@@ -4,6 +4,7 @@ spec                        what it is                              built by
 gpt2-1.5b                   a model of the zoo (configs/models)     osdp.models
 path/to/model.yaml          a file of the same form                 osdp.models
 package.module:factory      your own function or class              osdp.models.user_factory
+path/to/file.py:factory     the same                                osdp.models.user_factory
 hf:path/to/config.json      a Hugging Face file, or its folder      osdp.models.huggingface
 """
 
@@ -65,7 +66,7 @@ def model_card(name: str) -> ModelCard:
     """Return what the zoo knows of the model `name`, without torch; raises OsdpError."""
     advice = "your own model: package.module:factory, path/to/model.yaml or hf:path/to/config.json"
     if name.endswith(".py"):
-        advice = f"name a function in it: {name.removesuffix('.py').replace('/', '.')}:make_model"
+        advice = f"name a function in it: {name}:make_model"
     return read_model_card(resource_file("models", name, advice))
 
 

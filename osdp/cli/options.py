@@ -8,7 +8,10 @@ from typer import Argument, Option
 from osdp.cli.terminal import set_quiet
 from profiler import bounds
 
-MODEL_HELP = "A name from `osdp models`, path/to/model.yaml, package.module:factory or hf:path/to/config.json."
+MODEL_HELP = (
+    "A name from `osdp models`, path/to/model.yaml, package.module:factory, path/to/file.py:factory or "
+    "hf:path/to/config.json."
+)
 CLUSTER_HELP = "A name from `osdp clusters`, path/to/cluster.yaml, or `visible`: derived from the visible GPUs."
 MEM_HELP = (
     "Memory limit per device; 8GB means 8 GiB (8192 MiB). A list (6GB,8GB) or a range start:stop:step "

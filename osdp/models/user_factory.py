@@ -1,4 +1,4 @@
-"""The user's own model, as `package.module:factory`, as a factory or as a module, in the form that the tracer needs.
+"""The user's own model: `package.module:factory`, `file.py:factory`, a factory or a module, as the tracer needs it.
 
 The factory takes no arguments and returns a module, or a module and a function `example_inputs`.
 What to feed the module is, in this order: what that function returns for a micro-batch, what the
@@ -162,11 +162,15 @@ def _empty(tensor: Tensor) -> Tensor:
 
 def _find_factory(spec: str) -> Callable[[], Any]:
     """Import what `spec` names and check that it can be called without arguments."""
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute or "/" in module_name or module_name.endswith(".py"):
-        expected = "package.module:function, with dots and without .py"
+    place, _, attribute = spec.partition(":")
+    module_name = _name_of_file(spec, place) if place.endswith(".py") else place
+    if not module_name or not attribute or "/" in module_name:
+        expected = "package.module:function or path/to/file.py:function"
         raise OsdpError(f"{spec} does not name a factory", expected=expected)
     module = _import(module_name)
+    if place.endswith(".py") and Path(module.__file__ or "").resolve() != Path(place).resolve():
+        what, got = f"another module has the name {module_name}", module.__file__ or "one of Python's own"
+        raise OsdpError(what, got=got, expected=place, advice="rename the file")
     try:
         factory: Callable[[], Any] = attrgetter(attribute)(module)
     except AttributeError:
@@ -187,6 +191,17 @@ def _find_factory(spec: str) -> Callable[[], Any]:
     except ValueError:
         pass  # a class written in C, which has no signature
     return factory
+
+
+def _name_of_file(spec: str, path: str) -> str:
+    """Return the name by which a file below the current directory is imported; raises OsdpError."""
+    file, here = Path(path).resolve(), Path.cwd().resolve()
+    if not file.is_file():
+        raise OsdpError(f"there is no file {path}", got=spec, expected="path/to/file.py:function")
+    if not file.is_relative_to(here):
+        what, expected = f"{path} is not below the current directory", "a file below it, or package.module:function"
+        raise OsdpError(what, got=spec, expected=expected, advice=f"run from {file.parent}, with {file.name}:...")
+    return ".".join(file.relative_to(here).with_suffix("").parts)
 
 
 def _import(name: str) -> Any:

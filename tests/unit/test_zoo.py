@@ -87,7 +87,7 @@ def test_the_sequence_length_is_the_users_within_the_positions() -> None:
         ("bert_large", "did you mean bert-large"),
         ("xyzzy", "package.module:factory"),
         ("", "there is no such model"),
-        ("train.py", "train:make_model"),
+        ("train.py", "train.py:make_model"),
     ],
 )
 def test_unknown_names_get_a_hint(spec: str, part: str) -> None:
@@ -313,8 +313,10 @@ def test_building_without_data_takes_no_memory(write: Callable[[str], str]) -> N
         ("no_such_module_x:make", "", ["there is no module no_such_module_x", "run from the directory"]),
         ("user_code:", "", ["does not name a factory"]),
         (":make", "", ["does not name a factory"]),
-        ("dir/user_code:make", "", ["with dots and without .py"]),
-        ("user_code.py:make", "", ["with dots and without .py"]),
+        ("dir/user_code:make", "", ["package.module:function or path/to/file.py:function"]),
+        ("no_such_file_x.py:make", "", ["there is no file no_such_file_x.py"]),
+        ("/etc/../setup.py:make", "", ["there is no file"]),
+        ("user_code.py:maek", "def make(): ...", ["user_code.py has no `maek`", "one of Text, make"]),
         ("user_code:maek", "def make(): ...", ["user_code.py has no `maek`", "one of Text, make"]),
         ("user_code:make", "make = 3", ["is not a factory", "got: a int"]),
         ("user_code:make", "make = nn.Linear(2, 2)", ["is not a factory", "got: a Linear", "wrap it"]),
@@ -340,6 +342,23 @@ def test_what_goes_wrong_is_told(write: Callable[[str], str], spec: str, text: s
     message = refused(spec)
     for part in parts:
         assert part in message
+
+
+def test_a_file_is_named_as_a_shell_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "of_files" / "my_model.py"
+    file.parent.mkdir()
+    file.write_text("from torch import nn\n\ndef make():\n    return nn.Linear(3, 5)\n")
+    monkeypatch.chdir(tmp_path)
+    for spec in ("of_files/my_model.py:make", "./of_files/my_model.py:make", f"{file}:make"):
+        assert [one.numel for one in trace_model(load_model(spec)).operators] == [20], spec
+    monkeypatch.chdir(file.parent)
+    assert load_model("my_model.py:make").name == "my_model.py:make"
+    (tmp_path / "textwrap.py").write_text("def make(): ...")
+    monkeypatch.chdir(tmp_path)
+    assert "another module has the name textwrap" in refused("textwrap.py:make")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert f"run from {file.parent}, with my_model.py:..." in refused("../of_files/my_model.py:make")
 
 
 def test_a_forward_with_more_arguments_is_not_guessed(write: Callable[[str], str]) -> None:

@@ -16,7 +16,7 @@ def print_models(console: Console) -> None:
         table.add_row(name, parameters, str(card.sequence_length), card.description)
     print_table(console, table)
     console.print()
-    console.print("Also accepted: path/to/model.yaml, package.module:factory, hf:path/to/config.json")
+    console.print("Also accepted: path/to/model.yaml, package.module:factory, path/to/file.py:factory, hf:...")
 
 
 def print_clusters(console: Console, name: str | None, sources: bool) -> None:
