@@ -18,6 +18,9 @@ SKIPPED = {
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[scale_together]": PENDING,
     "test_changed_by_loops.py::test_gradients_may_be_changed_once_they_are_complete[decay]": PENDING,
     "test_export_fsdp2.py::test_exported_drawn_models": "torch 2.11's fully_shard takes no parametrized modules",
+    "test_export_memory.py::test_peak_is_that_of_the_runtime[5]": (
+        "before torch 2.13 FSDP2 holds inputs of reductions for longer, which the runtime frees and exports do not"
+    ),
     "test_optimizers_of_others.py::test_each_operation_on_lists": "before torch 2.13 there are fewer",
     "test_replay.py::test_what_is_alike_is_replayed_in_every_pass[own checkpoints]": NOT_REPLAYED,
     "test_torch_optimizers.py::test_rows_from_before": "before torch 2.13 parts keep what they were copied from",
