@@ -8,6 +8,7 @@ It stands on `planner.options` and the search stands on it: the search compares 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -100,10 +101,44 @@ def fullest(
     """Return the rank that holds most under a whole plan, one choice per stage, and its options; the optimizer's step
     takes as long as on the rank where it takes longest.
 
-    If some hold more than `limit_bytes`, it is any of those.
+    If some hold more than `limit_bytes`, it is any of those.  What a step that leaves out calls holds more at its peak
+    is counted throughout, as if it rested.
     """
     again = agreed(space.model.stages, [choice.recompute for choice in choices])
     choices = [c if c.recompute == a else replace(c, recompute=a) for c, a in zip(choices, again, strict=True)]
+    rank, options = _fullest(space, load, choices, spanning, idle, limit_bytes)
+    if space.of_least_step is None:
+        return rank, options
+    decided = _decided_for(space.of_least_step, space, choices, spanning, idle, load.cluster)
+    held_bytes = peak_memory(fullest(space.of_least_step, load, *decided)[1], load).total_bytes
+    more_bytes = math.ceil(held_bytes - peak_memory(options, load).total_bytes)
+    return rank, (replace(options[0], window=options[0].window + max(0, more_bytes)), *options[1:])
+
+
+def _decided_for(
+    other: Space, space: Space, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle, cluster: Cluster
+) -> tuple[list[StageDecision], tuple[Strategy, ...], tuple[Strategy, ...]]:
+    """Return what a plan decides in a space with the same operators and fewer calls: of stages, of operators that run
+    in several and of those that never run."""
+    taken = space.spanning_choices(spanning)
+    taken |= zip(space.model.idle, space.idle_strategies(cluster) if idle is None else idle, strict=True)
+    again = dict[str, Recompute]()
+    for stage, choice in zip(space.model.stages, choices, strict=True):
+        taken |= zip(stage.operators, choice.strategies, strict=True)
+        again[stage.name] = choice.recompute
+    stages, more = other.model.stages, (other.model.spanning, other.model.idle)
+    decided = [
+        StageDecision(tuple(taken[o] for o in stage.operators), again.get(stage.name, Recompute.NOTHING))
+        for stage in stages
+    ]
+    in_several, never = (tuple(taken[o] for o in operators) for operators in more)
+    return decided, in_several, never
+
+
+def _fullest(
+    space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle, limit_bytes: float
+) -> tuple[int, Options]:
+    """Return the same in the step of a space, of choices that agree on each block."""
     least = dict(zip(space.model.idle, space.idle_strategies(load.cluster), strict=True))
     resting = least if idle is None else dict(zip(space.model.idle, idle, strict=True))
     owners = _owners(space, choices, space.spanning_choices(spanning) | resting, load.cluster)

@@ -301,6 +301,8 @@ class Call(CallMemories):
     them once more."""
     stays: bool = False
     """Whether, from such a call on, not all of them run again, so that nothing shards them before their backward."""
+    occasional: bool = False
+    """Whether some steps leave it out, which the model counts: a graph is of the step that takes most."""
     reruns: tuple[OwnRerun, ...] = ()
     """What the model runs again itself as this runs back, what is of the call's own block too."""
     slice_of: tuple[str, Call] | None = None

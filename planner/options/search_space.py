@@ -9,8 +9,7 @@ them owns whole.  In a `CandidateSet` each rank owns 1/N of them: the mean over 
 rank holds, so bounds stay valid; a whole plan is priced on the fullest rank.  Where spanning operators are owned, the
 set has the same options on the rank that owns the largest of them beside, as if other ranks owned all else: the fullest
 rank holds no less than that either, and where it owns no more, that is all it holds.  `Space.owning` has plans by the
-most that the operators owned in a stage give to one rank, in bytes or in seconds of its host, each with that rank
-beside.
+most that the operators owned in a stage give to one rank, in bytes or in its host's seconds, with that rank beside.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ import numpy as np
 from planner.cost.ddp import Replica, ReplicatedParameters
 from planner.cost.peak_memory import MemoryPeak
 from planner.cost.stage_costs import MeanUnitCosts, StageCosts, StageFrame, UnitCosts
-from planner.cost.stage_option import NO_AMBIENT, Ambient, StageCandidate, StageOption, StageParts, StageUnits, ambient
+from planner.cost.stage_option import Ambient, StageCandidate, StageOption, StageParts, StageUnits, ambient
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
+from planner.model.least_step import of_least_step
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.options.candidate_set import CandidateSet, Owned, Spanning, owned_ranges
@@ -50,11 +50,6 @@ NOWHERE: Away = frozenset()
 
 Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 """Choices of a class of stages, and the option of each on every rank that is looked at."""
-
-
-def _around(option: StageCandidate, around: Ambient) -> StageCandidate:
-    """Return an option with the memory of spanning operators that have no call in its stage."""
-    return option if around == NO_AMBIENT else option.with_fields(ambient=around)
 
 
 class Space:
@@ -111,6 +106,11 @@ class Space:
         """Stages whose strategies hardly matter; spaces that only price plans never ask."""
         return light_stages(self.model.stages, self.model.graph)
 
+    @cached_property
+    def of_least_step(self) -> Space | None:
+        """The same of the step that takes least, if that leaves out calls; only plans are priced in it."""
+        return Space(graph, self.counts) if (graph := of_least_step(self.graph)) else None
+
     # --- pins ---
 
     def _check_pins(self) -> None:
@@ -157,7 +157,7 @@ class Space:
     ) -> StageCandidate:
         here = self.model.stages[self.examples[stage_class]].spanning
         option = self._alone(stage_class, choice, spanning if here else None, load, elsewhere)
-        return _around(option, self._ambient(stage_class, spanning, load))
+        return option.around(self._ambient(stage_class, spanning, load))
 
     def _ambient(self, stage_class: int, spanning: Spanning, load: Workload) -> Ambient:
         around = self.spanning_choices(spanning)
@@ -469,8 +469,9 @@ class Space:
             by_rank = zip(*([some.around(at) for some in on_ranks] for _, on_ranks, at in found), strict=True)
             options.append([OptionList.joined(parts) for parts in by_rank])
         own, *others = zip(*options, strict=True)
-        spanning = takes[0] if len(takes) == 1 else None
-        first = CandidateSet(load, spanning, self.stage_classes, own, tuple(choices), syncs)
+        first = CandidateSet(
+            load, takes[0] if len(takes) == 1 else None, self.stage_classes, own, tuple(choices), syncs
+        )
         return replace(first, on_owners=tuple(replace(first, options=other) for other in others))
 
     def _with_slices(self, counts: tuple[tuple[int, int], ...]) -> Space:

@@ -36,6 +36,7 @@ from profiler.trace.graph_parameters import buffers_of, outside_of, parameter_of
 from profiler.trace.live_storage import NOBODY, Charge
 from profiler.trace.metered_pass import Pass, trains
 from profiler.trace.module_rounds import with_rounds
+from profiler.trace.occasional_calls import with_occasional
 from profiler.trace.runs import Runs
 from profiler.trace.unlike_passes import check_alike, order_of
 from profiler.trace.waiting_gradients import less, waiting_bytes, without_waiting
@@ -93,6 +94,7 @@ def assemble(
         found.append(_placed(fitted[same], [record, *others], block, block_of, position, sizes))
     uncalled = tuple(_uncalled(first, {index: groups[index] for index in order}))
     found = with_rounds(_all_read(found), first.calls, groups, uncalled)
+    found = with_occasional(found, first.calls, run.least)
     operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths, run.unreached)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))

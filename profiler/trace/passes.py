@@ -89,6 +89,7 @@ def run_sizes(
         runner.partly,
         let_go,
         runner.written,
+        runner.least,
     )
 
 
@@ -197,6 +198,8 @@ class _Runner:
         """Keys of storages of parameters of which passes record which calls read them."""
         self._left: Sequence[LiveStorage] = ()
         """What the last pass left, as caches do."""
+        self.least: Sequence[str] = ()
+        """Modules in the order in which they begin in the step that takes least; none if steps are alike."""
         self._begins_at: Sequence[Counters] = ()
         """What counters of steps are before every pass, and before those that it is to follow; none: what the pass
         before has left.
@@ -252,12 +255,14 @@ class _Runner:
         if not changed:
             return None
         kinds = dict[tuple[Live, int], Counters]()
+        ran = dict[tuple[Live, int], list[str]]()
         for self._start in (*[None] * FOLLOWING, *map(changed.at, DISTANT)):
             start = self._start or counters_of(self._module, data.values).among(changed)
             self._left = ()  # what other steps have left is not counted: only a step that makes it anew has it
             with suppress(OsdpError):  # a counter may be an index, and no layer may get a gradient
                 tried = run()
-                kinds[tried.live, tried.left.bytes] = start
+                kind = tried.live, tried.left.bytes
+                kinds[kind], ran[kind] = start, [call.module for call in tried.calls]
             if len(kinds) == FOLLOWING:  # each step makes more than the one before: it is no counter
                 break
         self._start = None
@@ -270,7 +275,7 @@ class _Runner:
         # A step that leaves alone what the heaviest has left may make as much as that shares with its activations.
         followed = [(*heaviest, start) for start in starts if start is not heaviest[0]]
         self._begins_at, self._left = self._heaviest(size, [heaviest, *followed]), ()
-        found = self._run(size)
+        found, self.least = self._run(size), ran[min(ran)]
         data.note("the model does something else in some steps, told by how many it has run; the heaviest is assumed")
         return found
 

@@ -42,3 +42,5 @@ class Runs:
     """Of every execution of a block, whether nothing else holds the input that would be offloaded."""
     written: Collection[str]
     """Parameters that the model itself changes, in every step or only in its first, as layers do that begin so."""
+    least: Sequence[str]
+    """Modules in the order in which they begin in the step that takes least; none if all steps are alike."""

@@ -1,0 +1,35 @@
+"""The step that takes least of a model that runs some modules once more, or at all, in some steps only.
+
+A graph is of the step that takes most.  One with fewer calls may hold more at a moment: what FSDP2 prefetches, and
+which reduction's input is left, goes by the unit that runs next, and the one that has run last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from profiler.model_graph import ModelGraph
+
+
+def of_least_step(graph: ModelGraph) -> ModelGraph | None:
+    """Return a model's graph without the calls that are `Call.occasional`; None if there are none, or no others."""
+    kept = [index for index, call in enumerate(graph.calls) if not call.occasional]
+    if len(kept) in (0, len(graph.calls)):
+        return None
+    place = {index: at for at, index in enumerate(kept)}
+    by_block = dict[int, list[int]]()
+    for at, index in enumerate(kept):
+        if (block := graph.calls[index].block) is not None:
+            by_block.setdefault(block, []).append(at)
+    numbers = {block: number for number, block in enumerate(by_block)}
+    calls = []
+    for call in map(graph.calls.__getitem__, kept):
+        sharers = tuple(numbers[block] for block in call.sharers if block in numbers)
+        calls.append(replace(call, block=None if call.block is None else numbers[call.block], sharers=sharers))
+    blocks, classes = [], dict[object, int]()
+    for one, places in zip(map(graph.blocks.__getitem__, by_block), by_block.values(), strict=True):
+        left = one.block_class, *(kept[at] - one.first_call for at in places)
+        number = classes.setdefault(left, len(classes))
+        blocks.append(replace(one, first_call=places[0], last_call=places[-1] + 1, block_class=number))
+    edges = tuple((place[one], place[other]) for one, other in graph.edges if one in place and other in place)
+    return replace(graph, calls=tuple(calls), blocks=tuple(blocks), edges=edges)
