@@ -342,6 +342,10 @@ class Ledger:
                 end.reached = len(self.call.backward.events) + 1  # with the event that its op will be
             elif end.arrived is None:
                 end.arrived = self._bytes
+                if (
+                    end is self.call.module_end
+                ):  # what was added up so far is none of what the module's backward returns
+                    self._sums.clear()
 
     @contextmanager
     def running_again(self, execution: Execution) -> Iterator[None]:
