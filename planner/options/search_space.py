@@ -469,9 +469,8 @@ class Space:
             by_rank = zip(*([some.around(at) for some in on_ranks] for _, on_ranks, at in found), strict=True)
             options.append([OptionList.joined(parts) for parts in by_rank])
         own, *others = zip(*options, strict=True)
-        first = CandidateSet(
-            load, takes[0] if len(takes) == 1 else None, self.stage_classes, own, tuple(choices), syncs
-        )
+        taken = takes[0] if len(takes) == 1 else None
+        first = CandidateSet(load, taken, self.stage_classes, own, tuple(choices), syncs)
         return replace(first, on_owners=tuple(replace(first, options=other) for other in others))
 
     def _with_slices(self, counts: tuple[tuple[int, int], ...]) -> Space:

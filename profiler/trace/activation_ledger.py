@@ -342,10 +342,8 @@ class Ledger:
                 end.reached = len(self.call.backward.events) + 1  # with the event that its op will be
             elif end.arrived is None:
                 end.arrived = self._bytes
-                if (
-                    end is self.call.module_end
-                ):  # what was added up so far is none of what the module's backward returns
-                    self._sums.clear()
+                if end is self.call.module_end:
+                    self._sums.clear()  # what was added up so far is none of what the module's backward returns
 
     @contextmanager
     def running_again(self, execution: Execution) -> Iterator[None]:
