@@ -41,6 +41,7 @@ from profiler.trace.build_graph import assemble
 from profiler.trace.dataless_device import DatalessDevice, FakeCpu, MetaDevice, adapt, making, training, without_logs
 from profiler.trace.device_kernels import device_kernels
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, find_groups, held_whole
+from profiler.trace.functional_calls import replaced_are_read
 from profiler.trace.graph_parameters import buffer_of
 from profiler.trace.handed_parameters import handed_are_read
 from profiler.trace.metered_pass import trains
@@ -180,7 +181,7 @@ def _traced(
         autocast.forget_before(partial(_units, module, found))
         for hooks in (computing_in(module, precision, settings.device_type), containers.surrounding()):
             until_traced.enter_context(hooks)
-        with unregistered_reads(module) as read, mode, reentrant_as_others(), handed_are_read():
+        with unregistered_reads(module) as read, mode, reentrant_as_others(), handed_are_read(), replaced_are_read():
             run = run_sizes(module, source, found, rested, device, sizes, computed, alias_others)
             # What a forward has put in their place is counted where it makes it.
             still_there = unregistered_tensors(module).keys() & made_with_it.keys() if made_with_it else set[int]()
