@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
+from torch import Tensor
+
 _BETWEEN = ("profiler.", "torch._ops", "torch.utils._python_dispatch", "torch.overrides", "torch._subclasses")
 """Modules whose frames are between the one that asks and a mode for operations."""
 _BETWEEN_ASKING_AND_JUMP = ("COMPARE_OP", "TO_BOOL", "UNARY_NOT", "NOP")
@@ -29,6 +31,12 @@ def passing_value() -> bool | None:
     """Return the value with which the code that asks for one raises nothing; None if either may go on, or neither."""
     frame = _outside(_BETWEEN)
     return None if frame is None else _passing(frame.f_code, frame.f_lasti)
+
+
+def is_one(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same elements of one memory, as where a kernel of one input compares two."""
+    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
+    return places[0] == places[1]
 
 
 def asked_at() -> str:

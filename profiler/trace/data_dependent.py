@@ -12,7 +12,8 @@ the model computes of them.  Three kinds of values are assumed:
   twice, and a chosen score is 1.  So a mixture of experts gives each expert N k / E tokens, whether it is
   written with one_hot, nonzero, bincount, sort, `.tolist()` or a comparison.
 - *Draws* (rand, randint, randperm) are spread evenly over their range (`even_draws`).
-- No number is nan or infinite; what torch.distributions is given is valid, and what forwards check (`data_checks`).
+- No number is nan or infinite, decompositions succeed (`cholesky_ex`, `inv_ex`), and what torch.distributions is given
+  is valid, as is what forwards check (`data_checks`).
 
 Choices and draws repeat with the micro-batch: the passes of a trace have b, 2b and 3b samples, and each b of them
 choose alike, so that loads grow linearly although they are whole numbers.
@@ -26,6 +27,7 @@ Where a value is not known nonetheless:
 | how long packed sequences are | as long as they are padded to: an upper bound |
 | how long the targets of ctc_loss are | as long as their matrix is wide; all alike where they are concatenated |
 | a floating-point number (`.item()`) | 1, which must not decide a branch (`python_values.AssumedNumber`) |
+| whether tensors are equal (`torch.equal`, `allclose`) | one is; floating-point ones differ; others are refused |
 | a whole number, a bool, how often to repeat | refused: `UnknownValueError` |
 
 Whatever was assumed where it mattered is in `assumptions`, with the module that asked.
@@ -50,7 +52,7 @@ from torch.utils._pytree import tree_leaves
 from profiler.errors import OsdpError
 from profiler.simulated_ranks import NAMESPACES
 from profiler.trace import elementwise
-from profiler.trace.data_checks import passing_value
+from profiler.trace.data_checks import is_one, passing_value
 from profiler.trace.even_draws import EvenDraws, spread
 from profiler.trace.known_values import Effects, KnownValues, computing, effects_of, has_data
 from profiler.trace.packed_sequences import pack
@@ -221,10 +223,7 @@ class DataDependent:
         return out
 
     def answer(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """Return what an op that `asks`, but no indexing, returns, or NotImplemented to run it.
-
-        Raises UnknownValueError.
-        """
+        """Answer an op that `asks`, but no indexing, or return NotImplemented to run it; raises UnknownValueError."""
         self.ask()
         found = self.values.computed(op, args, kwargs, tensors)
         if found is NotImplemented and op in _UNKNOWN:
@@ -352,6 +351,10 @@ def _unequal(data: DataDependent, out: Tensor, x: Tensor, other: Any) -> None:
         data.fill(out, x is not other)
 
 
+def _succeeded(data: DataDependent, out: Sequence[Tensor], *args: Any, **options: Any) -> None:
+    data.fill(out[-1], 0)
+
+
 def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and math.isinf(value)
 
@@ -372,26 +375,23 @@ _ASSUMED: dict[OpOverload, Callable[..., None]] = {
     aten.randint.low: _randint_low,
     aten.randperm.default: _randperm,
     # Values that depend on the shape of the argument only.
-    aten.zeros_like.default: _zeros,
-    aten.empty_like.default: _zeros,
-    aten.new_zeros.default: _zeros,
-    aten.new_empty.default: _zeros,
-    aten.new_empty_strided.default: _zeros,
+    **dict.fromkeys((aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default), _zeros),
+    **dict.fromkeys((aten.new_empty.default, aten.new_empty_strided.default), _zeros),
     aten.ones_like.default: _ones,
     aten.new_ones.default: _ones,
     aten.full_like.default: _full_like,
     aten.new_full.default: _new_full,
     # No number is nan or infinite.
-    aten.isnan.default: _zeros,
-    aten.isinf.default: _zeros,
-    aten.isposinf.default: _zeros,
-    aten.isneginf.default: _zeros,
+    **dict.fromkeys((aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default), _zeros),
     aten.eq.Tensor: _equal,
     aten.eq.Scalar: _equal,
     aten.ne.Tensor: _unequal,
     aten.ne.Scalar: _unequal,
-    # So torch.distributions asks whether its arguments are valid.
-    aten._is_all_true.default: _ones,
+    # Decompositions succeed.
+    **dict.fromkeys((aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default), _succeeded),
+    **dict.fromkeys((aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor_ex.default), _succeeded),
+    aten._linalg_solve_ex.default: _succeeded,
+    aten._is_all_true.default: _ones,  # so torch.distributions asks whether its arguments are valid
 }
 """By op: (what follows, output, *arguments) -> None."""
 
@@ -431,9 +431,7 @@ def _bincount(data: DataDependent, x: Tensor, weights: Tensor | None = None, min
 
 def _repeat_interleave(data: DataDependent, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     if output_size is None:
-        raise UnknownValueError(
-            "how often elements are repeated depends on data: give repeat_interleave its output_size"
-        )
+        raise UnknownValueError("how often elements repeat depends on data: give repeat_interleave its output_size")
     return repeats.new_empty(output_size)
 
 
@@ -447,12 +445,14 @@ def _number(data: DataDependent, x: Tensor) -> float:
     return 1.0
 
 
-def _compared(data: DataDependent, *args: Any, **options: Any) -> bool:
+def _compared(data: DataDependent, a: Tensor, b: Tensor, *args: Any, **options: Any) -> bool:
     if (passing := passing_value()) is not None:
         return passing
-    if not data.is_building:
+    if is_one(a, b):
+        return True
+    if not (data.is_building or a.is_floating_point()):  # masks and indices are often alike
         raise UnknownValueError("a branch depends on whether tensors are equal")
-    data.note("weights that a model compares as it is built are assumed to differ")
+    data.note("tensors of floating-point numbers that are compared are assumed to differ")
     return False
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from traceback import walk_tb
 
 import torch
 
@@ -48,6 +50,10 @@ _FOR_WORDS = (
 _DATA_NAMES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
+_OWN = ("torch", "profiler", "runtime", "osdp", "planner", "contextlib")
+"""Packages whose frames nobody looks for who looks for the line that raised; models of the zoo have no errors."""
+
+
 class ModelError(OsdpError):
     """What the model's own code raised; it may run on another dataless device."""
 
@@ -55,7 +61,18 @@ class ModelError(OsdpError):
 def explain(what: str, error: BaseException, expected: str, advice: str) -> ModelError:
     """Return the error to show for what the model's code raised."""
     advice = _OF_SPARSE if re.search("Sparse(Csr)?TensorImpl", str(error)) else advice
-    return ModelError(what, got=f"{type(error).__name__}: {_words(error)}", expected=expected, advice=advice)
+    got = f"{type(error).__name__}: {_words(error)}{_place(error)}"
+    return ModelError(what, got=got, expected=expected, advice=advice)
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of the model's, or of a library's that it calls, that raised; nothing if there is none."""
+    lines = [(frame.f_globals.get("__name__", ""), frame, number) for frame, number in walk_tb(error.__traceback__)]
+    others = [one for one in lines if one[0].split(".")[0] not in _OWN]
+    if not others:
+        return ""
+    _, frame, number = others[-1]
+    return f" (line {number} of {Path(frame.f_code.co_filename).name})"
 
 
 def _words(error: BaseException) -> str:

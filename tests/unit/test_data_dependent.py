@@ -249,6 +249,33 @@ def test_what_distributions_are_given_is_valid() -> None:
     assert not any("branch" in note for note in graphs[0].notes)
 
 
+def test_decompositions_succeed_and_floating_point_tensors_differ() -> None:
+    """As Gaussian processes ask: are both inputs of a kernel one, was a matrix positive definite?"""
+
+    def then(x: Tensor) -> Tensor:
+        products = x @ x.mT
+        assert torch.equal(products, products)
+        assert torch.allclose(x[0], x[0])
+        for a, b in ((x, x + 1), (x[:1], x[1:2]), (x, x.clone())):
+            assert not torch.equal(a, b)
+        noise = torch.eye(products.shape[-1])
+        for _ in range(4):
+            root, failed = torch.linalg.cholesky_ex(products + noise)
+            if not torch.any(failed):
+                break
+            noise = 10 * noise
+        else:
+            raise ValueError
+        for info in (torch.linalg.inv_ex(products)[1], torch.linalg.lu_factor_ex(products)[2]):
+            if info.max().item() == 0:
+                root = root + products
+        return torch.linalg.solve(root, x)
+
+    assert traced(then).notes == ("tensors of floating-point numbers that are compared are assumed to differ",)
+    with pytest.raises(OsdpError, match=r"whether tensors are equal \(line \d+ of test_data_dependent.py\)"):
+        traced(lambda x: x if torch.equal(x > 0, x > 1) else x.exp())
+
+
 def not_(value: bool) -> bool:
     """Make of a value what only its code says."""
     return not value
