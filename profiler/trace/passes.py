@@ -22,6 +22,7 @@ from profiler.trace.changed_buffers import NO_CHANGES, KnownChanges
 from profiler.trace.dataless_device import DatalessDevice, feed
 from profiler.trace.find_operators import Group, OtherDtypesError, find_blocks, merge_read_outside, of_other_dtypes
 from profiler.trace.handover import NO_STAND_INS, UnlikeError
+from profiler.trace.input_sizes import ALIKE, InputSizes
 from profiler.trace.live_storage import LiveStorage
 from profiler.trace.metered_pass import Live, NoGradientError, Pass, PassOptions, run_pass, trains
 from profiler.trace.op_meter import Memo
@@ -72,6 +73,8 @@ def run_sizes(
         with suppress(ModelError):
             skipped = runner.names(passes[first]) - runner.names(runner.run_alike(first))
     skipped |= runner.may_skip
+    if runner.fed.are_alike():
+        device.data.assumptions[ALIKE] = None
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
     unreached = runner.unreached
     return Runs(
@@ -206,6 +209,7 @@ class _Runner:
         """
         self._start: Counters | None = None
         """The one before the next pass."""
+        self.fed = InputSizes()
 
     def run_first(self, size: int, *, can_be_finer: bool) -> Pass:
         """Run a pass of the operators that it finds, in which everything runs, and find what need not run again."""
@@ -430,6 +434,7 @@ class _Runner:
         device.data.begin(size / SIZES[0], alike=alike)
         with explained_inputs(self._source.name):
             fed = [feed(lambda: self._source.example_inputs(module, samples), device)]
+        self.fed.add(samples, fed)
         charges = None
         if kept is not None:
             charges = [call.recomputed for call in kept.calls] if replay is None else replay.charges(kept)
