@@ -17,6 +17,7 @@ from planner.strategies.unit_collectives import all_reached, is_plain, unit_coll
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Parameter
+from profiler.path_labels import path_label
 from runtime.local_shards import Origin, whole
 from runtime.parameter_places import is_inside, outermost
 from runtime.schedule import Schedule, ScheduledParameter, ScheduledUnit, Split
@@ -79,7 +80,7 @@ def _scheduled(
         name = f"{operators[0].name} slice {index + 1} of {count}"
     else:
         block = None if unit.whole_block is None else graph.blocks[unit.whole_block].name
-        name = block or operators[0].name or "the model itself"
+        name = block or path_label(operators[0].name)
         every = tuple(dict.fromkeys(path for operator in operators for path in operator.modules))
         paths = outermost(every) if block is None else (block,)
     parameters = tuple(_parameter(parameter, unit, operators, paths[0]) for parameter in unit_parameters(unit, graph))

@@ -31,6 +31,7 @@ from planner.strategies.registry import strategies_on
 from planner.strategies.spec import Strategy
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import ModelGraph, Recompute
+from profiler.path_labels import path_label
 
 NO_CHANGE = 1e-9
 """Relative changes of the step time below this are rounding of sums."""
@@ -65,7 +66,7 @@ class OpenPlan:
         graph, found = self.space.model.graph, self.space.model.stages[stage]
         if found.block is not None:
             return graph.blocks[found.block].kind
-        return ", ".join(graph.operators[index].name for index in found.operators)
+        return ", ".join(path_label(graph.operators[index].name) for index in found.operators)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from planner.problem import Task
 from planner.search.least_memory import is_ruled_out, smallest_plan
 from profiler.byte_sizes import MIB, format_bytes, whole_mib
 from profiler.errors import OsdpError
+from profiler.path_labels import path_label
 
 MOST_DOUBLINGS = 4
 """How often the number of ranks is doubled to see whether that is enough."""
@@ -106,7 +107,10 @@ def refusal_of(smallest: PricedPlan, space: Space, task: Task, *, remedies: bool
     changes = _changes(task, smallest.load) if remedies else ()
     attempts = (_first_enough(space, change, task) for change in changes)
     enough = tuple(remedy for remedy in attempts if remedy)
-    name, names = operator.name if operator else "", tuple(operator.name for operator in largest)
+    name, names = (
+        path_label(operator.name) if operator else "",
+        tuple(path_label(operator.name) for operator in largest),
+    )
     return Refusal(task.limit_bytes, smallest.peak, smallest.load, name, names, enough)
 
 

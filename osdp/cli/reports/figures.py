@@ -8,6 +8,7 @@ from profiler.byte_sizes import format_bytes
 from profiler.cluster.cluster import Cluster, Link
 from profiler.cluster.figure import Figure
 from profiler.cluster.measurements import Measured
+from profiler.path_labels import path_label
 
 KINDS = ("measured", "datasheet", "paper", "derived", "assumed")
 """What a source can be, the firmest first."""
@@ -143,6 +144,8 @@ def format_parameters(count: int) -> str:
 
 def name_phase(phase: str) -> str:
     """Return a plan's `peak_phase` as reports print it after "in"."""
+    if phase.endswith(" of "):
+        return phase + path_label("")
     return "the optimizer step" if phase == "optimizer" else phase
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from planner.plan import Plan
 from planner.problem import NO_PINS, Pins
 from profiler.model_graph import Block, ModelGraph, Operator, Recompute
+from profiler.path_labels import path_label
 
 RECOMPUTED = {
     None: "",
@@ -103,7 +104,7 @@ def short_names(names: Iterable[str], longest: int = 60) -> str:
 
     Cut after about `longest` characters, with the number of names left out.
     """
-    names = list(names)
+    names = [path_label(name) for name in names]
     runs = [list(run) for _, run in groupby(enumerate(names), key=lambda item: _follows(item[0], item[1]))]
     text, shown = "", 0
     for run in runs:
