@@ -8,7 +8,8 @@
 Here they are computed as an optimizer's step computes them (`dtensor_operations`): a plain tensor is a whole one, equal
 on all ranks.  But a model's forward hands plain tensors, other ones on each rank, to a parameter that is not gathered:
 that is refused, as is what would have a gradient that is no DTensor.  There the model's own plain parameters alone are
-known to be whole, as those of a frozen teacher that it moves towards a sharded student.
+known to be whole, as those of a frozen teacher that it moves towards a sharded student.  Where parameters are whole on
+this rank too, and nothing is written to them, what is computed is this rank's, as under data parallelism.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runtime.dtensor_internals import ShardedOperationError, by_torch
 from runtime.dtensor_operations import computed, written_in
@@ -67,10 +68,27 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling() or not all(_is_known(one) for one in tensors if isinstance(one, DTensor)):
         return by_torch(op, args, kwargs)
     if any(one.numel() != 1 for one in plain):
+        if _are_of_this_rank(op, plain, tensors, args, kwargs):
+            return op(*(held := tree_map_only(DTensor, DTensor.to_local, (args, kwargs)))[0], **held[1])
         _check(op, plain, tensors, written_in(op, args, kwargs))
     elif op in _by_rule and _are_alike([one for one in tensors if isinstance(one, DTensor)]):
         return by_torch(op, args, kwargs)
     return computed(op, args, kwargs)
+
+
+def _are_of_this_rank(op: Any, plain: list[Tensor], tensors: list[Any], args: Any, kwargs: Any) -> bool:
+    """Return whether plain tensors, which may be this rank's own, meet whole parameters alone and give plain ones.
+
+    So a model's method computes under data parallelism, as a teacher's `t.data = 0.9 * t.data + 0.1 * s.data`.
+    """
+    if not _forwards or _forwards[-1].has(plain) or torch.is_grad_enabled() or written_in(op, args, kwargs):
+        return False
+    return all(_is_whole_here(one) for one in tensors if isinstance(one, DTensor))
+
+
+def _is_whole_here(tensor: DTensor) -> bool:
+    mesh = tensor.device_mesh
+    return all(type(one) is Replicate or mesh.size(dim) == 1 for dim, one in enumerate(tensor.placements))
 
 
 def _are_alike(tensors: list[DTensor]) -> bool:

@@ -44,7 +44,7 @@ def of_lists(teacher: Parameters, student: Parameters) -> None:
 
 
 Follow = Callable[[Parameters, Parameters], None]
-INSIDE: list[Follow] = [lerp, in_place, of_lists]
+INSIDE: list[Follow] = [lerp, in_place, by_data, of_lists]
 """What a method of the model does."""
 OUTSIDE: list[Follow] = [lerp, by_data, by_data_of_the_student, in_place, of_lists]
 """What a loop does."""
@@ -113,6 +113,8 @@ def compare(rank: int) -> list[str]:
         for how, inside in ways[number % 3 :: 3] if teacher != "replicate" else ways[number % 2 :: 2]:
             if how is by_data_of_the_student and {teacher, student} == {"shard", "owner"}:
                 continue  # their rows are others': that is refused
+            if how is by_data and inside and teacher == "replicate" != student:
+                continue  # what is computed of a whole one meets rows: that is refused too
             alone = built()
             trained(alone, how, rank, is_plain=True, inside=inside)
             pins = ["*=shard", f"teacher.*={teacher}", f"student.*={student}"]

@@ -28,10 +28,11 @@ PLAIN_DATA = frozenset(
         "yaml_files",
         "bounds",
         "byte_sizes",
+        "path_labels",
         "garbage_collection",
     )
 )
-"""The profiler's modules that need no torch: what passes between the stages, its files, and the garbage collector."""
+"""The profiler's modules that need no torch: what passes between stages, its files, and the garbage collector."""
 SHARED = frozenset(
     f"profiler.{name}"
     for name in (
