@@ -69,7 +69,8 @@ def compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return by_torch(op, args, kwargs)
     if any(one.numel() != 1 for one in plain):
         if _are_of_this_rank(op, plain, tensors, args, kwargs):
-            return op(*(held := tree_map_only(DTensor, DTensor.to_local, (args, kwargs)))[0], **held[1])
+            args, kwargs = tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+            return op(*args, **kwargs)
         _check(op, plain, tensors, written_in(op, args, kwargs))
     elif op in _by_rule and _are_alike([one for one in tensors if isinstance(one, DTensor)]):
         return by_torch(op, args, kwargs)

@@ -107,10 +107,8 @@ def refusal_of(smallest: PricedPlan, space: Space, task: Task, *, remedies: bool
     changes = _changes(task, smallest.load) if remedies else ()
     attempts = (_first_enough(space, change, task) for change in changes)
     enough = tuple(remedy for remedy in attempts if remedy)
-    name, names = (
-        path_label(operator.name) if operator else "",
-        tuple(path_label(operator.name) for operator in largest),
-    )
+    name = path_label(operator.name) if operator else ""
+    names = tuple(path_label(operator.name) for operator in largest)
     return Refusal(task.limit_bytes, smallest.peak, smallest.load, name, names, enough)
 
 

@@ -18,6 +18,7 @@ from thoroughness import some
 from torch import nn
 
 import osdp.planning.verify
+from osdp.cli.reports.verify import verdict
 from osdp.models.user_factory import source_of
 from osdp.planning.plan_file import write_plan
 from osdp.planning.request import Request, plan_model
@@ -219,6 +220,8 @@ def test_a_prediction_that_does_not_hold_ends_with_1(
 def test_what_holds(predicted: int, tracked: int, holds: bool) -> None:
     found = Verified("rehearsal", 0, 8, {}, {}, predicted, tracked, "backward", "backward", 1.0, GIB)
     assert found.holds is holds
+    by_share = 0.99 * tracked <= predicted <= 1.03 * tracked
+    assert (", or 1.0 MiB either way, is allowed" in verdict(found)) is not by_share
 
 
 @pytest.mark.parametrize(("excess_bytes", "status"), [(0, 0), (1, 1)])

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from osdp.cli.reports.figures import name_phase
 from osdp.cli.terminal import make_table, print_section
-from osdp.planning.verify import EXPANDABLE, MOST_TOO_HIGH, MOST_TOO_LOW, Verified
+from osdp.planning.verify import EXPANDABLE, MOST_TOO_HIGH, MOST_TOO_LOW, ROUNDING_BYTES, Verified
 from planner.plan import Plan
 from profiler.byte_sizes import MIB, format_bytes
 
@@ -44,7 +44,7 @@ def print_verified(console: Console, found: Verified, plan: Plan) -> None:
     print_section(console, "Memory of tensors (without CUDA context, NCCL and cuBLAS)", table, phases)
     if found.allocators:
         _print_allocators(console, found)
-    console.print(_verdict(found))
+    console.print(verdict(found))
 
 
 def _print_allocators(console: Console, found: Verified) -> None:
@@ -80,8 +80,10 @@ def _difference(size_bytes: int) -> str:
     return f"{size_bytes / MIB:+,.2f} MiB" if size_bytes else "0"
 
 
-def _verdict(found: Verified) -> str:
+def verdict(found: Verified) -> str:
     bounds = f"between {-MOST_TOO_LOW:.0%} and +{MOST_TOO_HIGH:.0%}"
+    if not -MOST_TOO_LOW <= found.error <= MOST_TOO_HIGH:
+        bounds += f", or {format_bytes(ROUNDING_BYTES)} either way,"
     word = "holds" if found.is_close else "does not hold"
     text = f"The prediction {word}: its error is {found.error:+.3%}, and {bounds} is allowed."
     if found.reserved_bytes is None:
