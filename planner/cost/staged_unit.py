@@ -128,7 +128,7 @@ def runs_often(graph: ModelGraph, operator: int) -> bool:
     one = graph.operators[operator]
     (module, *others) = [path for path in one.modules if path not in graph.uncalled] or [""]
     inside = (path.startswith(f"{module}.") or not module for each in graph.operators for path in each.modules)
-    return not others and "Embedding" not in one.kind and not any(inside)
+    return not others and not any(inside)
 
 
 def make_unit(
@@ -166,8 +166,7 @@ def make_unit(
         closes=own or often or ends or sharded,
         rests=rests,
         ends=ends,
-        reduced_after_backward=not is_over
-        and (late or "Embedding" in this.kind or this is bottom or this.modules == bottom.modules),
+        reduced_after_backward=not is_over and (late or this is bottom or this.modules == bottom.modules),
         is_left_unsharded=(often or sharded) and operators[0] in frame.stage.left_unsharded,
         leaves_unsharded=(often or again) and late and not rests,
         own=own or often or again,
