@@ -326,7 +326,7 @@ class StageMemoryWalk:
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
             self.note_own_reruns(j, unsharded, gradients, buffers, seen)
-            if call.reads_parameters:
+            if call.reads_parameters and j not in self.frame.stage.silent:
                 done.add(call.operator)
             if self.frame.has_opening and self.is_whole and not j:
                 gradients, live = reduced + self.held(done), ("backward of opening", 0)

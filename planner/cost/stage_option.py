@@ -287,7 +287,7 @@ class StageParts:
 
     def _make_run(self, unit: StagedUnit, members: tuple[int, ...], is_whole: bool) -> Run:
         first, last = unit.opens and members[0] == unit.first, unit.closes and members[-1] == unit.last
-        reduces = first and unit.rests
+        reduces = unit.rests and members[0] == unit.first
         each = len(members) if unit.gathers_each_call else 0
         starts, ends = each or int(first), each or int(last)
         before_s, again_before_s = starts * unit.traffic.forward_gather_s, ends * unit.traffic.backward_gather_s

@@ -142,13 +142,15 @@ def make_unit(
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
     block, is_whole = frame.stage.block, own and operators == frame.stage.operators
-    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[calls[0]].late
+    heard = [j for j in calls if j not in frame.stage.silent]
+    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[(heard or calls)[0]].late
     is_over = own and frame.stage.ended != () and not frame.stage.is_nested and {*calls} <= {*frame.stage.ended}
     trains = not is_over and (not late or runs_back(graph, operators))
-    has_backward = trains or not (is_over or all(frame.stage.calls[j].late for j in calls))
+    has_backward = bool(heard) and (trains or not (is_over or all(frame.stage.calls[j].late for j in calls)))
     in_vain = is_over and calls[-1] in frame.stage.gathered_in_vain
     late = late and trains
-    rests, ends = own or operators[0] in frame.stage.opens, own or operators[0] in frame.stage.closes
+    rests, ends = own or operators[0] in frame.stage.rests, own or operators[0] in frame.stage.closes
+    begins = own or operators[0] in frame.stage.opens
     often = not own and runs_often(graph, operators[0])
     # Modules that share parameters are sharded when all of them have run, and gathered again for what runs after that.
     again, sharded = not own and frame.stage.calls[calls[0]].reopens, operators[0] in frame.stage.reopened
@@ -162,13 +164,13 @@ def make_unit(
         traffic=traffic,
         first=min(calls),
         last=max(calls),
-        opens=rests or ((often or again) and not strategy.keeps_unsharded),
+        opens=begins or ((often or again) and not strategy.keeps_unsharded),
         closes=own or often or ends or sharded,
         rests=rests,
         ends=ends,
         reduced_after_backward=not is_over and (late or this is bottom or this.modules == bottom.modules),
         is_left_unsharded=(often or sharded) and operators[0] in frame.stage.left_unsharded,
-        leaves_unsharded=(often or again) and late and not rests,
+        leaves_unsharded=(often or again) and late and bool(heard) and not rests,
         own=own or often or again,
         kept=unit.unsharded if strategy.keeps_unsharded or stays else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,

@@ -63,6 +63,11 @@ class Stage:
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
     ended: tuple[int, ...] = ()
     """Calls, by place, of trained operators that no backward comes to, as the loss reads nothing of them."""
+    silent: tuple[int, ...] = ()
+    """Calls, by place, that no backward comes to, as they run under `torch.no_grad()`, of operators whose other calls
+    have one."""
+    rests: tuple[int, ...] = ()
+    """Spanning operators of which the first call with a backward is here, after which they are reduced."""
     gathered_in_vain: tuple[int, ...] = ()
     """Those of which one comes to what follows: FSDP2 gathers their unit for it."""
     is_nested: bool = False
@@ -221,6 +226,15 @@ def _ended_in_forward(graph: ModelGraph) -> tuple[set[int], set[int]]:
     return ended, {i for i in ended if i + 1 < len(graph.calls) and graph.calls[i + 1].block in going_on}
 
 
+def _silent(graph: ModelGraph) -> set[int]:
+    """Return the calls that no backward comes to, of operators of which one comes to others: cycles of refinement, say,
+    of which all but the last are under `torch.no_grad()`.
+    """
+    ending = {i for i, call in enumerate(graph.calls) if call.ends_in_forward}
+    going_on = {call.operator for index, call in enumerate(graph.calls) if index not in ending} if ending else set()
+    return {i for i in ending if graph.calls[i].operator in going_on}
+
+
 def runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
     """Return whether operators that are handed nothing with a gradient have a backward: they, or some inside, train."""
     paths = tuple(f"{path}." for operator in operators for path in graph.operators[operator].modules)
@@ -244,7 +258,10 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     spanning = _spanning(graph, wholes)
     last = {call.operator: index for index, call in enumerate(graph.calls)}
     first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
-    last_read = {call.operator: index for index, call in enumerate(graph.calls) if call.reads_parameters}
+    silent = _silent(graph)
+    heard = [(index, call) for index, call in enumerate(graph.calls) if index not in silent]
+    first_back = {call.operator: index for index, call in reversed(heard)}
+    last_read = {call.operator: index for index, call in heard if call.reads_parameters}
     idle = tuple(o for o in range(len(graph.operators)) if o not in first)
     ended, gathered = _ended_in_forward(graph)
     classes: dict[object, int] = {}
@@ -254,9 +271,10 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
         # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
-        waits = tuple(o for o in sorted(spanning) if last_read[o] >= stop)
+        waits = tuple(o for o in sorted(spanning) if first_back[o] < stop <= last_read.get(o, -1))
         later = {call.operator: call for call in reversed(graph.calls[stop:]) if call.operator in spanning}
-        left_unsharded = tuple(o for o in sorted(later) if later[o].late and runs_back(graph, (o,)))
+        next_back = {call.operator: call for index, call in reversed(heard) if index >= stop and call.operator in later}
+        left_unsharded = tuple(o for o in sorted(next_back) if next_back[o].late and runs_back(graph, (o,)))
         reopened = tuple(o for o in sorted(later) if later[o].reopens and first[o] < stop)
         over = [index - start for index in range(start, stop) if index in ended] if ended else []
         in_vain = tuple([index for index in over if start + index in gathered]) if over else ()
@@ -286,6 +304,8 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 reopened=reopened,
                 takes=takes,
                 ended=tuple(over),
+                silent=tuple(index - start for index in range(start, stop) if index in silent) if silent else (),
+                rests=tuple(o for o in sorted(spanning) if start <= first_back[o] < stop),
                 gathered_in_vain=in_vain,
                 is_nested=_is_nested(graph, operators),
                 can_offload=block is not None and graph.blocks[block].offloadable_bytes != Affine(),
