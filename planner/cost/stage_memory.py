@@ -350,7 +350,7 @@ class StageMemoryWalk:
                     unsharded -= unit.bytes.unsharded - unit.freed
                     sums = j in self.frame.sums
                 if unit.first == j:
-                    waiting_unsharded += unit.left_over
+                    waiting_unsharded += unit.left_over + (unit.left_by_rerun if self.again else 0)
                 if unit.first == j and unit.replaces_reduction:
                     reduce_input, above = unit.left_reduce_input, False
             if sums and not self.is_whole:

@@ -393,6 +393,8 @@ class StageUnits:
         notes = {**self._forward_notes, **self._backward_notes(bool(recompute), in_tail)}
         runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute)) if recompute else self._runs
         constants = {**self._constants, "takes": self.frame.stage.takes if recompute else ()}
+        if recompute and self.frame.stage.ended:
+            constants["reduced_after_backward"] += sum(unit.left_by_rerun for unit in self.own)
         return StageOption(recompute, notes, runs, constants, self.is_whole)
 
     @cached_property

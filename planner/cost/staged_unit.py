@@ -64,6 +64,8 @@ class StagedUnit:
     left_over: int
     """What stays of it until all backward is over, if none comes to it: what it has kept, and what FSDP2 has gathered
     for it in vain."""
+    left_by_rerun: int
+    """What stays beside that where its block runs again: what an owner's broadcast fills then."""
     gathers_each_call: bool
     """Whether it is one module that runs several times, and is gathered and sharded again each time."""
     is_prefetched: bool
@@ -156,6 +158,8 @@ def make_unit(
     again, sharded = not own and frame.stage.calls[calls[0]].reopens, operators[0] in frame.stage.reopened
     reopens = None if own else next((j for j in calls[1:] if frame.stage.calls[j].reopens), None)
     stays = not own and ends and operators[0] in frame.model.staying
+    # Of a block that no backward comes to at all, nothing runs again.
+    is_mixed = block is not None and len(frame.stage.ended) < len(frame.stage.calls)
     is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
     return StagedUnit(
         operators=operators,
@@ -185,16 +189,13 @@ def make_unit(
         has_backward=has_backward,
         is_filled=frame.model.unreached != frozenset()
         and as_reduced(parameters, strategy, frame.load.cluster.world_size, accumulates=repeats > 1) != (*parameters,),
-        left_over=_left_over(unit, strategy, frame, in_vain) if is_over else 0,
+        left_over=_left_over(unit, strategy, in_vain) if is_over else 0,
+        left_by_rerun=unit.unsharded if is_over and spec.stalls and is_mixed and not strategy.keeps_unsharded else 0,
         is_prefetched=(has_backward or in_vain) and not (stays or spec.stalls or is_outside_fsdp),
         reopens=None if strategy.keeps_unsharded else reopens,
         stays=stays,
     )
 
 
-def _left_over(unit: UnitBytes, strategy: Strategy, frame: StageFrame, in_vain: bool) -> int:
-    # What an owner's broadcast has filled as a block ran again is there until the next forward.
-    is_mixed = frame.stage.block is not None and len(frame.stage.ended) < len(frame.stage.calls)
-    if strategy.keeps_unsharded or (strategy.spec.stalls and is_mixed):
-        return unit.unsharded
-    return unit.secondary + (unit.gathered if in_vain else 0)
+def _left_over(unit: UnitBytes, strategy: Strategy, in_vain: bool) -> int:
+    return unit.unsharded if strategy.keeps_unsharded else unit.secondary + (unit.gathered if in_vain else 0)

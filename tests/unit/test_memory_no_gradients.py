@@ -127,8 +127,11 @@ def test_what_gets_no_gradient_has_none_and_no_states(number: int, strategy: str
 def test_what_owners_gather_and_zeros_that_are_filled_in_are_counted(
     number: int, strategy: str, recomputes: bool
 ) -> None:
-    """An owner's layer may stay gathered as a block runs again, and what is all-reduced once per step has zeros."""
-    _check(number, strategy, recomputes, highest=0.25)
+    """An owner's layer stays gathered where a block runs again alone, and what is all-reduced once per step has zeros.
+
+    Elsewhere, it was counted up to 24 % too high.
+    """
+    _check(number, strategy, recomputes, highest=0.02)
 
 
 def _check(number: int, strategy: str, recomputes: bool, *, highest: float) -> None:
