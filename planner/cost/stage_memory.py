@@ -52,6 +52,7 @@ from typing import NamedTuple
 from planner.cost.own_reruns import gathered_again
 from planner.cost.stage_costs import Live, StageFrame, UnitCosts
 from planner.cost.staged_unit import StagedUnit
+from planner.model.stages import computes_back
 from profiler.affine import Affine
 
 
@@ -363,6 +364,18 @@ class StageMemoryWalk:
 
         if self.frame.is_bottom:
             self.note_reductions_after(reduced_after, done, reduced, waiting_unsharded)
+
+    @property
+    def runs_back(self) -> bool:
+        """Whether the backward comes to any call."""
+        return any(unit.has_backward for unit in self.units) or any(map(computes_back, self.frame.stage.calls))
+
+    def note_without_backward(self) -> None:
+        """Note what is there as the backward of others is over: what was kept, or gathered, in vain."""
+        left = sum(max(unit.kept, unit.left_over) for unit in self.units)
+        gathering = sum(unit.prefetch_temporary for unit in self.units if unit.is_prefetched)
+        for j, call in enumerate(self.frame.stage.calls):
+            self.note("backward", call.operator, left, 0, gathering, ("backward of call", j), Neighbours(above=True))
 
     def note_own_reruns(self, j: int, unsharded: float, gradients: float, buffers: float, seen: Neighbours) -> None:
         """Note what is gathered as a part of the model that a call is in runs again by the model's own checkpoint."""

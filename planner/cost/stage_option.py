@@ -407,7 +407,9 @@ class StageUnits:
     def _make_backward_notes(self, again: bool, in_tail: bool) -> Notes:
         """Return the moments of its backward, and of what runs again in it."""
         walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail, self._costs)
-        if self.frame.model.graph.trains:
+        if self.frame.model.graph.trains and not walk.runs_back:
+            walk.note_without_backward()
+        elif self.frame.model.graph.trains:
             if again:
                 walk.recomputation()
             walk.backward()

@@ -146,7 +146,8 @@ def make_unit(
     block, is_whole = frame.stage.block, own and operators == frame.stage.operators
     heard = [j for j in calls if j not in frame.stage.silent]
     late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[(heard or calls)[0]].late
-    is_over = own and frame.stage.ended != () and not frame.stage.is_nested and {*calls} <= {*frame.stage.ended}
+    is_over = own and frame.stage.ended != () and {*calls} <= {*frame.stage.ended}
+    is_over = is_over and (not frame.stage.is_nested or len(frame.stage.ended) == len(frame.stage.calls))
     trains = not is_over and (not late or runs_back(graph, operators))
     has_backward = bool(heard) and (trains or not (is_over or all(frame.stage.calls[j].late for j in calls)))
     in_vain = is_over and calls[-1] in frame.stage.gathered_in_vain

@@ -213,6 +213,14 @@ def _takes(graph: ModelGraph) -> dict[int, tuple[int, ...]]:
     return {block: tuple(one for one, blocks in sharers.items() if block in blocks) for block in takers}
 
 
+def computes_back(call: Call) -> bool:
+    """Return whether anything runs in the backward of a call."""
+    work = call.backward
+    return bool(work.collectives) or any(
+        one != Affine() for one in (work.matmul_flops, work.matmul_bytes, work.other_bytes)
+    )
+
+
 def _ended_in_forward(graph: ModelGraph) -> tuple[set[int], set[int]]:
     """Return the calls of operators that train parameters and that no backward comes to, as the loss reads nothing, and
     those of them after which not all calls of the block that follows are so.
@@ -221,7 +229,13 @@ def _ended_in_forward(graph: ModelGraph) -> tuple[set[int], set[int]]:
     if not unreached:
         return set(), set()
     unreached = {o for o in unreached if not any(p.trainable and p.reached for p in graph.operators[o].parameters)}
-    ended = {i for i, call in enumerate(graph.calls) if call.ends_in_forward and call.operator in unreached}
+    ended, after = set[int](), dict[int, int]()
+    for index, call in reversed([*enumerate(graph.calls)]):
+        # What is around others begins with a call in which it does not end.
+        goes_on = call.operator in after and ended.issuperset(range(index + 1, after[call.operator] + 1))
+        if call.operator in unreached and (call.ends_in_forward or (goes_on and not computes_back(call))):
+            ended.add(index)
+        after[call.operator] = index
     going_on = {call.block for index, call in enumerate(graph.calls) if index not in ended} | {None}
     return ended, {i for i in ended if i + 1 < len(graph.calls) and graph.calls[i + 1].block in going_on}
 
