@@ -128,6 +128,8 @@ def run_ranks(
             for rank in range(world_size):
                 here, there = context.Pipe()
                 environment = _environment(rank, world_size, ranks_per_node or world_size, store.port)
+                if lost:  # none dies while others still connect to it
+                    environment["TORCH_DIST_INIT_BARRIER"] = "1"
                 task = Task(
                     function,
                     args,
