@@ -49,16 +49,16 @@ class Parameter:
     shape: tuple[int, ...]
     """Unsharded shape."""
     trainable: bool = True
-    """Whether it gets a gradient and optimizer state, where it is `reached`."""
+    """Whether it gets a gradient and optimizer state, where it is `used`."""
     dtype: str = "float32"
     """What it rests in, as torch names it."""
     keeps_dtype: bool = False
     """Whether it computes in that under mixed precision too."""
-    reached: bool = True
+    used: bool = True
     """Whether the loss depends on it, if it is trained: its `.grad` stays None otherwise, and nothing steps it."""
 
     def __repr__(self) -> str:
-        """Leave out what is as a rule, and `reached`: fingerprints of models in fp32 are those of earlier versions."""
+        """Leave out what is as a rule, and `used`: fingerprints of models in fp32 are those of earlier versions."""
         text = f"Parameter(name={self.name!r}, shape={self.shape!r}, trainable={self.trainable!r}"
         text += f", dtype={self.dtype!r}" if self.dtype != "float32" else ""
         return text + (", keeps_dtype=True)" if self.keeps_dtype else ")")
@@ -294,7 +294,7 @@ class Call(CallMemories):
     late: bool = False
     """Whether its module is handed nothing that needs a gradient, so that no gradient tells when its backward is over:
     FSDP2 keeps its parameters and their gradients until all backward is."""
-    ends_in_forward: bool = False
+    without_backward: bool = False
     """Whether no backward comes to its module: the loss reads nothing that it returns, or nothing needs a gradient."""
     reopens: bool = False
     """Whether modules that share its operator's parameters have all run by now: FSDP2 has sharded these, and gathers

@@ -13,7 +13,7 @@ from planner.model.stages import cut
 from planner.plan import Plan, read_choices
 from planner.pricing import runs_by_ddp
 from planner.strategies.spec import Collective
-from planner.strategies.unit_collectives import all_reached, is_plain, unit_collectives
+from planner.strategies.unit_collectives import all_used, is_plain, unit_collectives
 from profiler.cluster.cluster import Cluster
 from profiler.errors import OsdpError
 from profiler.model_graph import ModelGraph, Operator, Parameter
@@ -35,7 +35,7 @@ def compile_plan(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Schedule:
     scheduled = []
     for index, unit in enumerate(units):
         # A later step's loss may depend on what that of the trace does not.
-        parameters = all_reached(unit_parameters(unit, graph))
+        parameters = all_used(unit_parameters(unit, graph))
         collectives = unit_collectives(parameters, unit.strategy, precision, cluster, trains=graph.trains)
         made = _scheduled(unit, graph, collectives, owners.get(index), not called.intersection(unit.operators))
         scheduled.append(replace(made, is_plain=is_plain(parameters, unit.strategy, precision)))

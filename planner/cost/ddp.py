@@ -179,7 +179,7 @@ class ReplicatedParameters:
     def _own(self, model: StagedModel, stage: Stage) -> Own:
         calls = range(stage.start, stage.start + len(stage.calls))
         owned = [*dict.fromkeys(call.operator for call in stage.calls if self.first[call.operator] in calls)]
-        tensors = sum(p.trainable and p.reached for o in owned for p in model.graph.operators[o].parameters)
+        tensors = sum(p.trainable and p.used for o in owned for p in model.graph.operators[o].parameters)
         owned += model.idle if stage.start == 0 else ()
         return Own(sum((self.bytes[operator] for operator in owned), UnitBytes()), tensors)
 

@@ -13,7 +13,7 @@ from planner.cost.unit_memory import UnitBytes, unit_bytes
 from planner.cost.workload import Workload
 from planner.model.stages import StagedModel
 from planner.strategies.spec import Strategy
-from planner.strategies.unit_collectives import all_reached, as_reduced
+from planner.strategies.unit_collectives import all_used, as_reduced
 from profiler.affine import Affine
 from profiler.byte_sizes import allocated_bytes
 from profiler.model_graph import UNSEEN_RERUN, Call, CallMemory, Parameter, Recompute
@@ -32,7 +32,7 @@ class UnitCosts:
     """Bytes and communication time of units on one cluster, cached."""
 
     def __init__(self, model: StagedModel, load: Workload) -> None:
-        self.graph, self.load, self.registered, self.unreached = model.graph, load, model.registered, model.unreached
+        self.graph, self.load, self.registered, self.unused = model.graph, load, model.registered, model.unused
         self.known: dict[tuple[tuple[int, ...], Strategy, bool], Costs] = {}
         called = dict.fromkeys(call.operator for call in model.graph.calls)
         self.model_bytes = sum(trained_bytes(model.graph.operators[operator].parameters) for operator in called)
@@ -44,8 +44,8 @@ class UnitCosts:
             parameters = [p for operator in listed for p in self.graph.operators[operator].parameters]
             ranks = cluster.gpus_per_node, cluster.world_size
             held = unit_bytes(parameters, strategy, load.precision, load.optimizer, elsewhere, *ranks)
-            if self.unreached and not self.unreached.isdisjoint(operators):
-                held, parameters = self._with_unreached(held, parameters, strategy, elsewhere)
+            if self.unused and not self.unused.isdisjoint(operators):
+                held, parameters = self._with_unused(held, parameters, strategy, elsewhere)
             if other := self.known.get((operators, strategy, not elsewhere)):
                 traffic = other[1]  # whoever owns it
             else:
@@ -55,13 +55,13 @@ class UnitCosts:
             self.known[key] = held, traffic
         return self.known[key]
 
-    def _with_unreached(
+    def _with_unused(
         self, own: UnitBytes, parameters: list[Parameter], strategy: Strategy, elsewhere: bool
     ) -> tuple[UnitBytes, list[Parameter]]:
         """Return what a unit holds and reduces, given that without what it makes for parameters without a gradient."""
         load, cluster = self.load, self.load.cluster
         ranks = cluster.gpus_per_node, cluster.world_size
-        whole = all_reached(parameters)
+        whole = all_used(parameters)
         held = unit_bytes(whole, strategy, load.precision, load.optimizer, elsewhere, *ranks)
         if as_reduced(parameters, strategy, cluster.world_size, accumulates=load.accumulation > 1) == whole:
             return replace(held, **{name: getattr(own, name) for name in _STEPPED}), [*whole]
@@ -98,7 +98,7 @@ class StageFrame:
         self.is_bottom = index == 0
         self.is_top = index == len(model.stages) - 1
         called = dict.fromkeys(call.operator for call in stage.calls)
-        trained = {o: [p for p in graph.operators[o].parameters if p.trainable and p.reached] for o in called}
+        trained = {o: [p for p in graph.operators[o].parameters if p.trainable and p.used] for o in called}
         self.has_opening = stage.block is not None and _opens(stage.calls[0])
         """Whether the block allocates anything before its first call."""
         self.sums = {j for j, call in enumerate(stage.calls) if _is_added_up(call)}

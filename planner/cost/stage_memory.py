@@ -174,7 +174,7 @@ class StageMemoryWalk:
                 total += unit.still_kept if backward else unit.kept
             elif not opens or unit.first <= j:
                 total += unit.bytes.unsharded
-            elif not (backward or unit.rests):
+            elif not (backward or unit.reduces_here):
                 total += unit.kept
             elif unit.leaves_unsharded:
                 total += unit.bytes.unsharded
@@ -327,16 +327,16 @@ class StageMemoryWalk:
             seen, buffers = Neighbours(above, below), prefetched + reduce_input
             self.note("backward", call.operator, unsharded, gradients, buffers, (at, j), seen)
             self.note_own_reruns(j, unsharded, gradients, buffers, seen)
-            if call.reads_parameters and j not in self.frame.stage.silent:
+            if call.reads_parameters and j not in self.frame.stage.under_no_grad:
                 done.add(call.operator)
             if self.frame.has_opening and self.is_whole and not j:
                 gradients, live = reduced + self.held(done), ("backward of opening", 0)
                 self.note("backward", call.operator, unsharded, gradients, buffers, live, seen)
             for unit in reversed(self.units):  # those in a block before itself
-                if unit.rests and unit.first == j and unit.reduced_after_backward:
+                if unit.reduces_here and unit.first == j and unit.reduced_after_backward:
                     reduced_after.append(unit)
                     waiting_unsharded += unit.bytes.unsharded
-                elif unit.rests and unit.first == j:
+                elif unit.reduces_here and unit.first == j:
                     done -= set(unit.operators)
                     self.waiting = [other for other in self.waiting if other is not unit]
                     waiting, gradients = reduced + self.held(done), unit.bytes.full_gradients

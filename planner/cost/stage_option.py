@@ -287,7 +287,7 @@ class StageParts:
 
     def _make_run(self, unit: StagedUnit, members: tuple[int, ...], is_whole: bool) -> Run:
         first, last = unit.opens and members[0] == unit.first, unit.closes and members[-1] == unit.last
-        reduces = unit.rests and members[0] == unit.first
+        reduces = unit.reduces_here and members[0] == unit.first
         each = len(members) if unit.gathers_each_call else 0
         starts, ends = each or int(first), each or int(last)
         before_s, again_before_s = starts * unit.traffic.forward_gather_s, ends * unit.traffic.backward_gather_s
@@ -393,7 +393,7 @@ class StageUnits:
         notes = {**self._forward_notes, **self._backward_notes(bool(recompute), in_tail)}
         runs = (*self._runs[:-1], replace(self._runs[-1], recompute=recompute)) if recompute else self._runs
         constants = {**self._constants, "takes": self.frame.stage.takes if recompute else ()}
-        if recompute and self.frame.stage.ended:
+        if recompute and self.frame.stage.without_backward:
             constants["reduced_after_backward"] += sum(unit.left_by_rerun for unit in self.own)
         return StageOption(recompute, notes, runs, constants, self.is_whole)
 
@@ -419,7 +419,7 @@ class StageUnits:
         """Return the fields of `StageCandidate` that depend on neither the micro-batch nor recomputation."""
         stage, graph, load = self.frame.stage, self.frame.model.graph, self.frame.load
         units, accumulates = [*self.own, *self.here], load.accumulation > 1
-        opened = [unit for unit in units if unit.rests]
+        opened = [unit for unit in units if unit.reduces_here]
         gathering = [unit for unit in units if not unit.stalls]
         entered = max((unit for unit in gathering if unit.opens), key=lambda unit: unit.first, default=None)
         closed = max(
@@ -432,7 +432,7 @@ class StageUnits:
         # Accumulating, sums in reduce dtype are there from the start, and SG in addition when they are all-reduced.
         held = sum(unit.bytes.beside_sums for unit in opened) if accumulates else 0
         on_device = (graph.operators[i] for unit in opened if not unit.bytes.offloaded for i in unit.operators)
-        tensors = sum(one.trainable and one.reached for operator in on_device for one in operator.parameters)
+        tensors = sum(one.trainable and one.used for operator in on_device for one in operator.parameters)
         largest, second = two_largest(
             [0, 0, *(size for unit in opened for size in (unit.bytes.largest, unit.bytes.second))]
         )
@@ -445,7 +445,7 @@ class StageUnits:
             "updates": sum(unit.bytes.updates for unit in opened),
             "largest": largest,
             "second": second,
-            "reduced_after_backward": (sum(unit.left_over for unit in opened) if stage.ended else 0)
+            "reduced_after_backward": (sum(unit.left_over for unit in opened) if stage.without_backward else 0)
             + sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
             + max((unit.late_reduction for unit in waiting), default=0)
             - (0 if accumulates else sum(unit.bytes.gradients for unit in waiting))

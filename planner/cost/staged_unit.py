@@ -30,7 +30,7 @@ class StagedUnit:
     """Whether it is gathered in this stage (always, unless it is open from a stage before)."""
     closes: bool
     """Whether it is sharded again in this stage."""
-    rests: bool
+    reduces_here: bool
     """Whether its first call of all is in this stage, where it is reduced, and what rests of it counts."""
     ends: bool
     """Whether its last call of all is in this stage."""
@@ -93,7 +93,12 @@ class StagedUnit:
     @property
     def replaces_reduction(self) -> bool:
         """Whether its backward frees the buffer of the last reduction, and leaves its own if it is reduced."""
-        return (self.own or self.rests) and not self.reduced_after_backward and not self.stalls and self.has_backward
+        return (
+            (self.own or self.reduces_here)
+            and not self.reduced_after_backward
+            and not self.stalls
+            and self.has_backward
+        )
 
     @property
     def late_reduction(self) -> int:
@@ -107,7 +112,7 @@ class StagedUnit:
     @property
     def left_reduce_input(self) -> int:
         """The buffer that it leaves: a run of several, before the last to run back, reduces nothing."""
-        return self.bytes.reduce_input if self.rests else 0
+        return self.bytes.reduce_input if self.reduces_here else 0
 
     @property
     def prefetch_temporary(self) -> int:
@@ -137,30 +142,31 @@ def make_unit(
     frame: StageFrame, units: UnitCosts, operators: tuple[int, ...], strategy: Strategy, own: bool, elsewhere: bool
 ) -> StagedUnit:
     unit, traffic = units(operators, strategy, elsewhere)
-    calls = [j for j, call in enumerate(frame.stage.calls) if call.operator in operators]
-    spec, repeats, graph = strategy.spec, frame.load.accumulation, frame.model.graph
+    stage, spec, repeats, graph = frame.stage, strategy.spec, frame.load.accumulation, frame.model.graph
+    calls = [j for j, call in enumerate(stage.calls) if call.operator in operators]
     # FSDP2 hangs a unit's reduction on the gradients of its first module's inputs.  Token ids have none, and neither
     # has what goes into the first call of all (or its slices), or into another input's first layer.
     parameters = [parameter for operator in operators for parameter in graph.operators[operator].parameters]
     this, bottom = graph.operators[operators[0]], graph.operators[graph.calls[0].operator]
-    block, is_whole = frame.stage.block, own and operators == frame.stage.operators
-    heard = [j for j in calls if j not in frame.stage.silent]
-    late = graph.blocks[block].late if is_whole and block is not None else frame.stage.calls[(heard or calls)[0]].late
-    is_over = own and frame.stage.ended != () and {*calls} <= {*frame.stage.ended}
-    is_over = is_over and (not frame.stage.is_nested or len(frame.stage.ended) == len(frame.stage.calls))
-    trains = not is_over and (not late or runs_back(graph, operators))
-    has_backward = bool(heard) and (trains or not (is_over or all(frame.stage.calls[j].late for j in calls)))
-    in_vain = is_over and calls[-1] in frame.stage.gathered_in_vain
+    block, is_whole = stage.block, own and operators == stage.operators
+    with_backward = [j for j in calls if j not in stage.under_no_grad]
+    first = stage.calls[(with_backward or calls)[0]]
+    late = graph.blocks[block].late if is_whole and block is not None else first.late
+    unused = own and stage.without_backward != () and {*calls} <= {*stage.without_backward}
+    unused = unused and (not stage.is_nested or len(stage.without_backward) == len(stage.calls))
+    trains = not unused and (not late or runs_back(graph, operators))
+    has_backward = bool(with_backward) and (trains or not (unused or all(stage.calls[j].late for j in calls)))
+    prefetched = unused and calls[-1] in stage.prefetched_without_backward
     late = late and trains
-    rests, ends = own or operators[0] in frame.stage.rests, own or operators[0] in frame.stage.closes
-    begins = own or operators[0] in frame.stage.opens
+    reduces_here, ends = own or operators[0] in stage.reduced, own or operators[0] in stage.closes
+    begins = own or operators[0] in stage.opens
     often = not own and runs_often(graph, operators[0])
     # Modules that share parameters are sharded when all of them have run, and gathered again for what runs after that.
-    again, sharded = not own and frame.stage.calls[calls[0]].reopens, operators[0] in frame.stage.reopened
-    reopens = None if own else next((j for j in calls[1:] if frame.stage.calls[j].reopens), None)
+    again, sharded = not own and stage.calls[calls[0]].reopens, operators[0] in stage.reopened
+    reopens = None if own else next((j for j in calls[1:] if stage.calls[j].reopens), None)
     stays = not own and ends and operators[0] in frame.model.staying
     # Of a block that no backward comes to at all, nothing runs again.
-    is_mixed = block is not None and len(frame.stage.ended) < len(frame.stage.calls)
+    is_mixed = block is not None and len(stage.without_backward) < len(stage.calls)
     is_outside_fsdp = is_plain(parameters, strategy, frame.load.precision)
     return StagedUnit(
         operators=operators,
@@ -171,11 +177,11 @@ def make_unit(
         last=max(calls),
         opens=begins or ((often or again) and not strategy.keeps_unsharded),
         closes=own or often or ends or sharded,
-        rests=rests,
+        reduces_here=reduces_here,
         ends=ends,
-        reduced_after_backward=not is_over and (late or this is bottom or this.modules == bottom.modules),
-        is_left_unsharded=(often or sharded) and operators[0] in frame.stage.left_unsharded,
-        leaves_unsharded=(often or again) and late and bool(heard) and not rests,
+        reduced_after_backward=not unused and (late or this is bottom or this.modules == bottom.modules),
+        is_left_unsharded=(often or sharded) and operators[0] in stage.left_unsharded,
+        leaves_unsharded=(often or again) and late and bool(with_backward) and not reduces_here,
         own=own or often or again,
         kept=unit.unsharded if strategy.keeps_unsharded or stays else unit.secondary,
         freed=unit.unsharded if spec.frees_before_reduction else 0,
@@ -183,20 +189,20 @@ def make_unit(
         reduction_s=traffic.reduce_s + traffic.add_s * (repeats - 1) / repeats,
         reduction_stalls=spec.stalls or (repeats > 1 and traffic.add_s > 0),
         launch_s=0.0 if is_outside_fsdp else frame.load.unit_launch_s(len(parameters)),
-        is_reduced=graph.trains and any(one.trainable and one.reached for one in parameters),
+        is_reduced=graph.trains and any(one.trainable and one.used for one in parameters),
         gathers_each_call=len(calls) > len(operators) == 1
         and not (strategy.keeps_unsharded or (is_whole and block is not None))
         and runs_often(graph, operators[0]),
         has_backward=has_backward,
-        is_filled=frame.model.unreached != frozenset()
+        is_filled=frame.model.unused != frozenset()
         and as_reduced(parameters, strategy, frame.load.cluster.world_size, accumulates=repeats > 1) != (*parameters,),
-        left_over=_left_over(unit, strategy, in_vain) if is_over else 0,
-        left_by_rerun=unit.unsharded if is_over and spec.stalls and is_mixed and not strategy.keeps_unsharded else 0,
-        is_prefetched=(has_backward or in_vain) and not (stays or spec.stalls or is_outside_fsdp),
+        left_over=_left_over(unit, strategy, prefetched) if unused else 0,
+        left_by_rerun=unit.unsharded if unused and spec.stalls and is_mixed and not strategy.keeps_unsharded else 0,
+        is_prefetched=(has_backward or prefetched) and not (stays or spec.stalls or is_outside_fsdp),
         reopens=None if strategy.keeps_unsharded else reopens,
         stays=stays,
     )
 
 
-def _left_over(unit: UnitBytes, strategy: Strategy, in_vain: bool) -> int:
-    return unit.unsharded if strategy.keeps_unsharded else unit.secondary + (unit.gathered if in_vain else 0)
+def _left_over(unit: UnitBytes, strategy: Strategy, prefetched: bool) -> int:
+    return unit.unsharded if strategy.keeps_unsharded else unit.secondary + (unit.gathered if prefetched else 0)

@@ -111,7 +111,7 @@ def unit_traffic(
             seconds[phase] += measured.overhead_s(strategy.spec.one_sided) if seconds[phase] else 0.0
     elif not is_plain(parameters, strategy, precision):
         memory = cluster.device.memory_bytes_per_s.value
-        gradients = [p for p in parameters if p.trainable and p.reached and trains]
+        gradients = [p for p in parameters if p.trainable and p.used and trains]
         out_s = ((volume.gathered if strategy.parts > 1 else volume.rested) + volume.gathered) / memory
         if gradients:
             in_s = (sum(p.compute_bytes(precision) * p.numel for p in gradients) + volume.reduced) / memory

@@ -126,7 +126,7 @@ def unit_bytes(
         held = allocated_bytes(element_bytes * shard)
         cast += compute * shard if parameter.is_cast(precision) else 0
         copied += allocated_bytes(compute * shard)
-        if parameter.trainable and parameter.reached:
+        if parameter.trainable and parameter.used:
             gradients += element_bytes * shard
             counters += optimizer.state_bytes(0, element_bytes)
             states += optimizer.state_bytes(shard, element_bytes)

@@ -89,7 +89,7 @@ def _calls(operator: Operator, whole: Call, count: int, precision: str) -> Itera
     for index, (start, stop) in enumerate(pairwise(split_bounds(features, count))):
         last = index == count - 1
         parameters = split_parameters(operator.parameters, index, count)
-        gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable and p.reached))
+        gradients = Affine(compute * sum(p.numel for p in parameters if p.trainable and p.used))
         share = (stop - start) / features
         slice_of = partial(_memory, x=x, y=y, gradients=gradients, index=index, last=last, runs_back=runs_back)
         memory, again = slice_of(whole), whole.recomputed

@@ -61,14 +61,14 @@ class Stage:
     """Spanning operators of which a later stage begins a round (`Call.reopens`), so that they are sharded here."""
     takes: tuple[int, ...] = ()
     """Blocks that keep something for it if it is recomputed, as several take it (`Call.shared_bytes`)."""
-    ended: tuple[int, ...] = ()
+    without_backward: tuple[int, ...] = ()
     """Calls, by place, of trained operators that no backward comes to, as the loss reads nothing of them."""
-    silent: tuple[int, ...] = ()
+    under_no_grad: tuple[int, ...] = ()
     """Calls, by place, that no backward comes to, as they run under `torch.no_grad()`, of operators whose other calls
     have one."""
-    rests: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
     """Spanning operators of which the first call with a backward is here, after which they are reduced."""
-    gathered_in_vain: tuple[int, ...] = ()
+    prefetched_without_backward: tuple[int, ...] = ()
     """Those of which one comes to what follows: FSDP2 gathers their unit for it."""
     is_nested: bool = False
     """Whether any of its operators is inside of another, so that forwards of units begin in those of others."""
@@ -152,9 +152,9 @@ class StagedModel:
         return frozenset(call.operator for call in self.graph.calls if call.stays)
 
     @cached_property
-    def unreached(self) -> frozenset[int]:
+    def unused(self) -> frozenset[int]:
         """Operators with trained parameters that the loss does not depend on."""
-        return frozenset([o for o, one in enumerate(self.graph.operators) for p in one.parameters if not p.reached])
+        return frozenset([o for o, one in enumerate(self.graph.operators) for p in one.parameters if not p.used])
 
     @property
     def spanning(self) -> tuple[int, ...]:
@@ -221,30 +221,30 @@ def computes_back(call: Call) -> bool:
     )
 
 
-def _ended_in_forward(graph: ModelGraph) -> tuple[set[int], set[int]]:
+def _without_backward(graph: ModelGraph) -> tuple[set[int], set[int]]:
     """Return the calls of operators that train parameters and that no backward comes to, as the loss reads nothing, and
     those of them after which not all calls of the block that follows are so.
     """
-    unreached = {o for o, one in enumerate(graph.operators) for p in one.parameters if p.trainable and not p.reached}
-    if not unreached:
+    unused = {o for o, one in enumerate(graph.operators) for p in one.parameters if p.trainable and not p.used}
+    if not unused:
         return set(), set()
-    unreached = {o for o in unreached if not any(p.trainable and p.reached for p in graph.operators[o].parameters)}
+    unused = {o for o in unused if not any(p.trainable and p.used for p in graph.operators[o].parameters)}
     ended, after = set[int](), dict[int, int]()
     for index, call in reversed([*enumerate(graph.calls)]):
         # What is around others begins with a call in which it does not end.
         goes_on = call.operator in after and ended.issuperset(range(index + 1, after[call.operator] + 1))
-        if call.operator in unreached and (call.ends_in_forward or (goes_on and not computes_back(call))):
+        if call.operator in unused and (call.without_backward or (goes_on and not computes_back(call))):
             ended.add(index)
         after[call.operator] = index
     going_on = {call.block for index, call in enumerate(graph.calls) if index not in ended} | {None}
     return ended, {i for i in ended if i + 1 < len(graph.calls) and graph.calls[i + 1].block in going_on}
 
 
-def _silent(graph: ModelGraph) -> set[int]:
+def _under_no_grad(graph: ModelGraph) -> set[int]:
     """Return the calls that no backward comes to, of operators of which one comes to others: cycles of refinement, say,
     of which all but the last are under `torch.no_grad()`.
     """
-    ending = {i for i, call in enumerate(graph.calls) if call.ends_in_forward}
+    ending = {i for i, call in enumerate(graph.calls) if call.without_backward}
     going_on = {call.operator for index, call in enumerate(graph.calls) if index not in ending} if ending else set()
     return {i for i in ending if graph.calls[i].operator in going_on}
 
@@ -272,12 +272,12 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     spanning = _spanning(graph, wholes)
     last = {call.operator: index for index, call in enumerate(graph.calls)}
     first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
-    silent = _silent(graph)
-    heard = [(index, call) for index, call in enumerate(graph.calls) if index not in silent]
-    first_back = {call.operator: index for index, call in reversed(heard)}
-    last_read = {call.operator: index for index, call in heard if call.reads_parameters}
+    under_no_grad = _under_no_grad(graph)
+    with_backward = [(index, call) for index, call in enumerate(graph.calls) if index not in under_no_grad]
+    first_back = {call.operator: index for index, call in reversed(with_backward)}
+    last_read = {call.operator: index for index, call in with_backward if call.reads_parameters}
     idle = tuple(o for o in range(len(graph.operators)) if o not in first)
-    ended, gathered = _ended_in_forward(graph)
+    without, prefetched = _without_backward(graph)
     classes: dict[object, int] = {}
     stages = []
     for start, stop, block in _ranges(graph, spanning, wholes):
@@ -287,11 +287,13 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         around = tuple((first[o] < stop, last[o] < start) for o in sorted(spanning))
         waits = tuple(o for o in sorted(spanning) if first_back[o] < stop <= last_read.get(o, -1))
         later = {call.operator: call for call in reversed(graph.calls[stop:]) if call.operator in spanning}
-        next_back = {call.operator: call for index, call in reversed(heard) if index >= stop and call.operator in later}
+        next_back = {
+            call.operator: call for index, call in reversed(with_backward) if index >= stop and call.operator in later
+        }
         left_unsharded = tuple(o for o in sorted(next_back) if next_back[o].late and runs_back(graph, (o,)))
         reopened = tuple(o for o in sorted(later) if later[o].reopens and first[o] < stop)
-        over = [index - start for index in range(start, stop) if index in ended] if ended else []
-        in_vain = tuple([index for index in over if start + index in gathered]) if over else ()
+        none = [index - start for index in range(start, stop) if index in without] if without else []
+        unused_gathers = tuple([index for index in none if start + index in prefetched]) if none else ()
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())
@@ -299,7 +301,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
             shapes = tuple(tuple(map(_NAMELESS, graph.operators[o].parameters)) for o in operators)
             order = [graph.operators[o].order for o in operators]
             registered = tuple(sorted(range(len(order)), key=order.__getitem__))
-            kind = graph.blocks[block].block_class, graph.blocks[block].late, (*over,), in_vain
+            kind = graph.blocks[block].block_class, graph.blocks[block].late, (*none,), unused_gathers
             key = (*kind, shapes, registered, around, waits, left_unsharded, reopened, takes)
         name = graph.blocks[block].name if block is not None else graph.operators[calls[0].operator].name
         stages.append(
@@ -317,10 +319,12 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
                 left_unsharded=left_unsharded,
                 reopened=reopened,
                 takes=takes,
-                ended=tuple(over),
-                silent=tuple(index - start for index in range(start, stop) if index in silent) if silent else (),
-                rests=tuple(o for o in sorted(spanning) if start <= first_back[o] < stop),
-                gathered_in_vain=in_vain,
+                without_backward=tuple(none),
+                under_no_grad=tuple(index - start for index in range(start, stop) if index in under_no_grad)
+                if under_no_grad
+                else (),
+                reduced=tuple(o for o in sorted(spanning) if start <= first_back[o] < stop),
+                prefetched_without_backward=unused_gathers,
                 is_nested=_is_nested(graph, operators),
                 can_offload=block is not None and graph.blocks[block].offloadable_bytes != Affine(),
             )

@@ -25,14 +25,14 @@ def volume_of(parameters: Iterable[Parameter], parts: int, precision: str) -> Vo
     sizes = [(parameter, padded_numel(parameter, parts)) for parameter in parameters]
     return Volume(
         sum(parameter.compute_bytes(precision) * numel for parameter, numel in sizes),
-        sum(parameter.reduce_bytes * numel for parameter, numel in sizes if parameter.trainable and parameter.reached),
+        sum(parameter.reduce_bytes * numel for parameter, numel in sizes if parameter.trainable and parameter.used),
         sum(parameter.element_bytes * numel for parameter, numel in sizes),
     )
 
 
-def all_reached(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+def all_used(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     """Return parameters as they are where the loss depends on all that are trained."""
-    return tuple(one if one.reached else replace(one, reached=True) for one in parameters)
+    return tuple(one if one.used else replace(one, used=True) for one in parameters)
 
 
 def as_reduced(
@@ -44,9 +44,9 @@ def as_reduced(
     (`runtime.torch_compat.reduce_all_or_none`).
     """
     found = tuple(parameters)
-    if not accumulates or strategy.group == ranks or strategy.spec.one_sided or all(one.reached for one in found):
+    if not accumulates or strategy.group == ranks or strategy.spec.one_sided or all(one.used for one in found):
         return found
-    return all_reached(found) if any(one.trainable and one.reached for one in found) else found
+    return all_used(found) if any(one.trainable and one.used for one in found) else found
 
 
 def is_plain(parameters: Sequence[Parameter], strategy: Strategy, precision: str) -> bool:

@@ -95,7 +95,7 @@ def assemble(
     uncalled = tuple(_uncalled(first, {index: groups[index] for index in order}))
     found = with_rounds(_all_read(found), first.calls, groups, uncalled)
     found = with_occasional(found, first.calls, run.least)
-    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths, run.unreached)
+    operators = _operators(module, dtypes, [groups[index] for index in order + unused], found, paths, run.unused)
     waiting = waiting_bytes(module, operators, found, [one.calls for one in passes.values()])
     calls = tuple(map(without_waiting, found, waiting, [0, *waiting]))
     blocks = _blocks(module, operators, calls, passes, [one for one in kinds if one[0]], never, waiting, run.let_go)
@@ -182,7 +182,7 @@ def _call(records: Sequence[CallRecord], sizes: Sizes, name: str) -> Call:
         output_bytes=line([record.output for record in records], sizes),
         reads_parameters=any(record.reads_parameters for record in records),
         late=records[0].late,
-        ends_in_forward=all(one.module_end.number is not None and one.module_end.arrived is None for one in records),
+        without_backward=all(one.module_end.number is not None and one.module_end.arrived is None for one in records),
         retaken_bytes=_left_out([record.retaken.bytes for record in records], sizes),
         shared_bytes=line(
             [record.shared.bytes for record in records], sizes, add_bytes=max(one.shared.waste for one in records)
@@ -331,7 +331,7 @@ def _operators(
     groups: Sequence[Group],
     calls: Sequence[Call],
     block_paths: Sequence[str],
-    unreached: Container[str],
+    unused: Container[str],
 ) -> tuple[Operator, ...]:
     named = dict(module.named_parameters())
     orders = {name: place for place, name in enumerate(named)}
@@ -346,8 +346,7 @@ def _operators(
             name=group.modules[0],
             kind=type(module.get_submodule(group.modules[0])).__name__,
             parameters=tuple(
-                parameter_of(name, named[name], dtypes[name], reached=name not in unreached)
-                for name in group.parameters
+                parameter_of(name, named[name], dtypes[name], used=name not in unused) for name in group.parameters
             ),
             modules=group.modules,
             block=next(iter(blocks[index])) if len(blocks[index]) == 1 else None,

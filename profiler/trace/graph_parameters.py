@@ -12,9 +12,9 @@ from profiler.opaque_parameters import is_opaque, tensors_of
 from profiler.trace.find_operators import Group, held_whole
 
 
-def parameter_of(name: str, parameter: nn.Parameter, dtype: RestingDtype, *, reached: bool = True) -> Parameter:
+def parameter_of(name: str, parameter: nn.Parameter, dtype: RestingDtype, *, used: bool = True) -> Parameter:
     rest = str(dtype.rest).removeprefix("torch.")
-    return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps, reached)
+    return Parameter(name, tuple(parameter.shape), parameter.requires_grad, rest, dtype.keeps, used)
 
 
 def outside_of(module: nn.Module, groups: Sequence[Group], dtypes: Mapping[str, RestingDtype]) -> tuple[Parameter, ...]:

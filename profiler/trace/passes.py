@@ -76,7 +76,7 @@ def run_sizes(
     if runner.fed.are_alike():
         device.data.assumptions[ALIKE] = None
     everything, selective = (recomputed.get(how, {}) for how in (Recompute.EVERYTHING, Recompute.SELECTIVE))
-    unreached = runner.unreached
+    unused = runner.unused
     return Runs(
         runner.groups,
         passes,
@@ -86,7 +86,7 @@ def run_sizes(
         runner.finer,
         skipped,
         failures,
-        unreached,
+        unused,
         runner.beside,
         runner.rerun,
         runner.partly,
@@ -177,7 +177,7 @@ class _Runner:
         self._module = module
         self._source = source
         self._device = device
-        self.unreached: Collection[str] = ()
+        self.unused: Collection[str] = ()
         """Parameters that are trained, of operators that run, on which no output depends."""
         self.beside: Collection[str] = ()
         """Those on which the loss does not depend, and another output does."""
@@ -242,7 +242,7 @@ class _Runner:
         self.rerun = [block for block in self.blocks if block in found.rerun]
         self.partly = [block for block in self.blocks if any(path.startswith(f"{block}.") for path in again)]
         self._leave_rerun(found)
-        self.unreached = self._unreached(found)
+        self.unused = self._unused(found)
         replay = find_replay(self._module, found) if before == state_of(self._module) else None
         if replay is not None and (confirmed := self._run_short(replay, replay.confirm, size)):
             found, self._replay = confirmed, replay
@@ -319,7 +319,7 @@ class _Runner:
         self._readers.clear()
         return True
 
-    def _unreached(self, found: Pass) -> Collection[str]:
+    def _unused(self, found: Pass) -> Collection[str]:
         called = dict.fromkeys(call.operator for call in found.calls)
         names = {name for operator in called for name in self.groups[operator].parameters}
         names -= self._reached

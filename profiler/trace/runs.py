@@ -30,7 +30,7 @@ class Runs:
     """Operators that are left out if all rows choose alike."""
     failures: Mapping[Recompute, str]
     """Why no block could be recomputed so."""
-    unreached: Collection[str]
+    unused: Collection[str]
     """Parameters that are trained, of operators that run, on which no output depends."""
     beside: Collection[str]
     """Trained ones on which the loss does not depend, and another output does."""

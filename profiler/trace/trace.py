@@ -238,10 +238,10 @@ def _notes_on_gradients(graph: ModelGraph, beside: Collection[str]) -> Iterator[
             f"the loss that the model returns does not depend on {_listed(beside)}, and other outputs do: their "
             "gradients and optimizer states are counted, and no backward of those outputs"
         )
-    missing = [(operator, one) for operator in graph.operators for one in operator.parameters if not one.reached]
+    missing = [(operator, one) for operator in graph.operators for one in operator.parameters if not one.used]
     if not missing:
         return
-    whole = _unreached(graph)
+    whole = _unused(graph)
     names = _listed(operator.name if operator.name in whole else one.name for operator, one in missing)
     size_bytes = sum(one.numel * one.element_bytes for _, one in missing)
     yield (
@@ -251,11 +251,11 @@ def _notes_on_gradients(graph: ModelGraph, beside: Collection[str]) -> Iterator[
     )
 
 
-def _unreached(graph: ModelGraph) -> frozenset[str]:
+def _unused(graph: ModelGraph) -> frozenset[str]:
     """Return the names of operators that run and have trained parameters, none of which the loss reaches."""
-    missing = [operator for operator in graph.operators for one in operator.parameters if not one.reached]
-    reached = {operator.name for operator in missing for one in operator.parameters if one.trainable and one.reached}
-    return frozenset([operator.name for operator in missing]) - reached
+    missing = [operator for operator in graph.operators for one in operator.parameters if not one.used]
+    used = {operator.name for operator in missing for one in operator.parameters if one.trainable and one.used}
+    return frozenset([operator.name for operator in missing]) - used
 
 
 def _left_to_the_end(graph: ModelGraph) -> ModelGraph:
@@ -263,19 +263,19 @@ def _left_to_the_end(graph: ModelGraph) -> ModelGraph:
     module, and where that is a pooler of which nothing reads, parameters and gradients of all that is wrapped with it
     stay.  In a block of which no gradient reaches what is trained, frozen layers are late too.
     """
-    operators, unreached = graph.operators, _unreached(graph)
-    if not unreached:
+    operators, unused = graph.operators, _unused(graph)
+    if not unused:
         return graph
     trained = [any(parameter.trainable for parameter in operator.parameters) for operator in operators]
     ends = set[int]()
     for number, block in enumerate(graph.blocks):
         inside = graph.calls[block.first_call : block.last_call]
         names = {operators[call.operator].name for call in inside if trained[call.operator]}
-        ends |= {number} if names and names <= unreached else set()
+        ends |= {number} if names and names <= unused else set()
     ranges = (range(graph.blocks[number].first_call, graph.blocks[number].last_call) for number in ends)
     of_ends = {index for indices in ranges for index in indices}
     calls = tuple(
-        replace(call, late=call.late or index in of_ends or operators[call.operator].name in unreached)
+        replace(call, late=call.late or index in of_ends or operators[call.operator].name in unused)
         for index, call in enumerate(graph.calls)
     )
     blocks = tuple(replace(one, late=one.late or number in ends) for number, one in enumerate(graph.blocks))

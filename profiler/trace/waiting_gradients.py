@@ -51,7 +51,7 @@ def waiting_bytes(
     told = next((records for records in passes if any(record.reads for record in records)), None)
     for operator in several:
         indices = [index for index, call in enumerate(calls) if call.operator == operator and call.reads_parameters]
-        trained = [one.name for one in operators[operator].parameters if one.trainable and one.reached]
+        trained = [one.name for one in operators[operator].parameters if one.trainable and one.used]
         readers = {name: [index for index in indices if told and keys[name] in told[index].reads] for name in trained}
         if not any(readers.values()):
             tied = [name for name in trained if uses[id(named[name])] > 1]

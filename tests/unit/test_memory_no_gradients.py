@@ -100,7 +100,7 @@ def drawn(number: int) -> tuple[ModelSource, ModelGraph]:
     def inputs(module: nn.Module, batch: int) -> Any:
         return (torch.randint(TOKENS, (batch, LENGTH)),), {}
 
-    source = ModelSource(f"unreached {number}", lambda: Drawn(number), inputs, LENGTH)
+    source = ModelSource(f"unused {number}", lambda: Drawn(number), inputs, LENGTH)
     return source, trace_model(source)
 
 
@@ -165,7 +165,7 @@ def test_a_parameter_that_a_hook_steps_at_once_gets_a_gradient() -> None:
 
     source, _ = drawn(2)
     graph = trace_model(ModelSource("stepped by hooks", build, source.example_inputs, LENGTH))
-    assert all(one.reached for operator in graph.operators for one in operator.parameters)
+    assert all(one.used for operator in graph.operators for one in operator.parameters)
 
 
 class Several(nn.Module):
@@ -198,8 +198,8 @@ def test_of_what_is_returned_a_loop_may_make_a_loss(returned: str) -> None:
     build = partial(Several, SEVERAL[returned])
     source = ModelSource("several", build, lambda module, batch: ((torch.randn(batch, WIDTH),), {}), 1)
     graph = trace_model(source)
-    reached = {one.name: one.reached for operator in graph.operators for one in operator.parameters}
-    assert {name.partition(".")[0] for name, is_reached in reached.items() if not is_reached} == {"unread"}
+    used = {one.name: one.used for operator in graph.operators for one in operator.parameters}
+    assert {name.partition(".")[0] for name, is_used in used.items() if not is_used} == {"unread"}
     told = [note for note in graph.notes if "no backward of those outputs" in note]
     assert bool(told) == (returned == "a named loss, and features")
     assert any("the sum of all" in note for note in graph.notes) != bool(told)
