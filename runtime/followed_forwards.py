@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.utils._pytree import tree_leaves
 
-from runtime.torch_compat import param_groups
+from runtime.torch_compat import groups_of, param_groups
 
 
 def follow_forwards(module: FSDPModule) -> None:
@@ -35,7 +35,7 @@ def follow_forwards(module: FSDPModule) -> None:
 def end_units_in_part(root: FSDPModule) -> None:
     """As a forward of the model ends, end those of units whose modules have not all run, as torch does since 2.13.
 
-    Otherwise what of such a unit runs last is never followed by a backward that gathers it.  Checked on 2.11.
+    Otherwise what of such a unit runs last is never followed by a backward that gathers it.  Checked on 2.11 and 2.12.
     """
     state = cast(Any, root)._get_fsdp_state()
     if not hasattr(state, "_force_complete_incomplete_states"):
@@ -48,7 +48,7 @@ def _end_model(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
         return output
     for other in reversed(context.all_states):
         if other is not state and other._modules_to_run_forward:
-            for group in (other._fsdp_param_group,) if other._fsdp_param_group else ():
+            for group in groups_of(other):
                 output = group.post_forward(None, None, output)
             output = other._register_pre_backward_hook(output)
             other._training_state = TrainingState.IDLE

@@ -241,7 +241,11 @@ def _free_last_gather(module: FSDPModule) -> None:
 
 def param_groups(module: FSDPModule) -> list[Any]:
     """Return what FSDP2 gathers and reduces together of a unit, which no public name tells."""
-    state = cast(Any, module)._get_fsdp_state()
+    return groups_of(cast(Any, module)._get_fsdp_state())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return the same of FSDP2's state of a unit."""
     groups = getattr(state, "_fsdp_param_groups", None)  # 2.13 allows for several
     if groups is not None:
         return list(groups)

@@ -8,6 +8,7 @@ parameters and buffers in place of its own.
 """
 
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -163,14 +164,12 @@ def _empty(tensor: Tensor) -> Tensor:
 def _find_factory(spec: str) -> Callable[[], Any]:
     """Import what `spec` names and check that it can be called without arguments."""
     place, _, attribute = spec.partition(":")
-    module_name = _name_of_file(spec, place) if place.endswith(".py") else place
-    if not module_name or not attribute or "/" in module_name:
+    is_file = place.endswith(".py")
+    if not place or not attribute or ("/" in place and not is_file):
         expected = "package.module:function or path/to/file.py:function"
         raise OsdpError(f"{spec} does not name a factory", expected=expected)
-    module = _import(module_name)
-    if place.endswith(".py") and Path(module.__file__ or "").resolve() != Path(place).resolve():
-        what, got = f"another module has the name {module_name}", module.__file__ or "one of Python's own"
-        raise OsdpError(what, got=got, expected=place, advice="rename the file")
+    module_name = _name_of_file(spec, place) if is_file else place
+    module = _import(module_name, place if is_file else "")
     try:
         factory: Callable[[], Any] = attrgetter(attribute)(module)
     except AttributeError:
@@ -195,23 +194,36 @@ def _find_factory(spec: str) -> Callable[[], Any]:
 
 def _name_of_file(spec: str, path: str) -> str:
     """Return the name by which a file below the current directory is imported; raises OsdpError."""
-    file, here = Path(path).resolve(), Path.cwd().resolve()
+    file, here = Path(os.path.abspath(path)), Path.cwd()
     if not file.is_file():
         raise OsdpError(f"there is no file {path}", got=spec, expected="path/to/file.py:function")
     if not file.is_relative_to(here):
         what, expected = f"{path} is not below the current directory", "a file below it, or package.module:function"
         raise OsdpError(what, got=spec, expected=expected, advice=f"run from {file.parent}, with {file.name}:...")
-    return ".".join(file.relative_to(here).with_suffix("").parts)
+    names = [one for one in file.relative_to(here).with_suffix("").parts if one != "__init__"]
+    if any("." in one for one in names):
+        what, expected = f"{path} cannot be imported", "no dots in names of folders, and of the file but before py"
+        raise OsdpError(what, got=spec, expected=expected, advice="rename it, or import it in a file elsewhere")
+    return ".".join(names)
 
 
-def _import(name: str) -> Any:
-    """Import the module `name` from sys.path or, last, from the current directory."""
+def _import(name: str, file: str = "") -> Any:
+    """Import the module `name` from sys.path or, last, from the current directory; given a `file`, from that."""
     try:
         with _guard(f"importing {name} raised an exception"), _current_directory_on_path():
-            return import_module(name)
+            module = import_module(name)
+            if file and not (module.__file__ and os.path.samefile(module.__file__, file)):
+                what, got = f"another module has the name {name}", module.__file__ or "one of Python's own"
+                raise OsdpError(what, got=got, expected=file, advice="rename the file")
+            return module
     except OsdpError as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
+            if file:
+                package = name.partition(".")[0]
+                got = getattr(sys.modules.get(package), "__file__", None) or f"a package {package}"
+                what = f"another package has the name {package}"
+                raise OsdpError(what, got=got, expected=file, advice="rename the folder") from None
             advice = f"run from the directory that holds {name.split('.')[0]}, or install the package"
             raise OsdpError(f"there is no module {cause.name}", got=name, advice=advice) from None
         raise

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from profiler.byte_sizes import ALLOCATION_BYTES
-from profiler.trace.autograd_order import is_in_function, next_number, running_number, without_own_node
+from profiler.trace.autograd_order import next_number, running_number, without_own_node
 from profiler.trace.call_records import CallRecord, Ending, Execution, Opening
 from profiler.trace.live_storage import NO_CHARGE, NOBODY, Charge, LiveStorage
 
@@ -100,12 +100,7 @@ class Ledger:
     # --- calls ------------------------------------------------------------------------------------
 
     def begin(self, operator: int, number: int) -> None:
-        """Begin a call; its autograd nodes have numbers from `number` on.
-
-        In the forward of an autograd function, as that of a reentrant checkpoint, the function's own node was made just
-        before, and its backward is that of all calls in there: of the last of them.
-        """
-        number -= is_in_function()
+        """Begin a call; its autograd nodes have numbers from `number` on (`first_number`)."""
         self._note_holders()
         module, late = self.entered.get(operator, ("", False))
         self.entered[operator] = "", late

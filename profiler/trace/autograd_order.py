@@ -48,6 +48,15 @@ def without_own_node(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def first_number() -> int:
+    """Return the number from which on nodes are those of a call that begins now.
+
+    In the forward of a `torch.autograd.Function`, as that of a reentrant checkpoint, the function's own node was made
+    just before, and its backward is that of all calls in there: of the last of them.
+    """
+    return next_number() - is_in_function()
+
+
 def is_in_function() -> bool:
     """Return whether the forward of a `torch.autograd.Function` runs: alone there, both kinds of gradients are off."""
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled())

@@ -450,7 +450,7 @@ def _compared(data: DataDependent, a: Tensor, b: Tensor, *args: Any, **options: 
         return passing
     if is_one(a, b):
         return True
-    if not (data.is_building or a.is_floating_point()):  # masks and indices are often alike
+    if not (data.is_building or a.is_floating_point() or a.is_complex()):  # masks and indices are often alike
         raise UnknownValueError("a branch depends on whether tensors are equal")
     data.note("tensors of floating-point numbers that are compared are assumed to differ")
     return False
@@ -494,7 +494,7 @@ _UNKNOWN: dict[OpOverload, Callable[..., Any]] = {
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten._local_scalar_dense.default: _number,
-    aten.equal.default: _compared,
+    aten.equal.default: lambda data, a, b: a.shape == b.shape and _compared(data, a, b),
     aten.allclose.default: _compared,
 }
 """By op: (what answers, *arguments) -> output; raises UnknownValueError."""

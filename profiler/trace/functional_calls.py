@@ -25,8 +25,9 @@ def _reading(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs:
     """As torch's own, after an op that reads each parameter that is replaced, and is free."""
     own = dict(module.named_parameters(remove_duplicate=False))
     with torch.no_grad():
-        for name in values.keys() & own.keys():
-            own[name].new_empty(0)
+        for name, parameter in own.items():
+            if name in values:
+                parameter.new_empty(0)
     return _replacing(module, values, *args, **kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -32,4 +33,4 @@ def _size(leaf: Any) -> Any:
     """Return what is equal for leaves that are equally large; of objects whose size is not known it never is."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape)
-    return leaf if isinstance(leaf, int | float | str | None) else object()
+    return leaf if isinstance(leaf, int | float | str | torch.dtype | torch.device | None) else object()

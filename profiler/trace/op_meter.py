@@ -27,7 +27,7 @@ from profiler.rerun_arguments import handed_alike
 from profiler.selective_recomputation import KeptOutputs, is_kept
 from profiler.simulated_ranks import without_sending
 from profiler.trace.activation_ledger import Ledger, needs_gradient
-from profiler.trace.autograd_order import is_checkpointed, next_number, running_number
+from profiler.trace.autograd_order import first_number, is_checkpointed, running_number
 from profiler.trace.call_records import Execution
 from profiler.trace.changed_buffers import NO_CHANGES, AsBefore, BufferSite, KnownChanges, buffer_states
 from profiler.trace.dataless_device import DatalessDevice
@@ -157,7 +157,7 @@ class Meter(UncompiledMode):
                     with torch._C.DisableTorchFunction():
                         needed = needs_gradient(handed_tensors(args, kwargs))
                     ledger.entered[operator] = path, not needed
-                    self._entered = (operator, next_number())  # the next op starts a call of it
+                    self._entered = (operator, first_number())  # the next op starts a call of it
             try:
                 return run(*args, **kwargs)
             except BaseException as error:
@@ -208,11 +208,11 @@ class Meter(UncompiledMode):
         """
         ledger = self.ledger
         if self._entered is not None and not ledger.in_backward:  # else a copy of its buffers has begun it
-            ledger.begin(operator, next_number())
+            ledger.begin(operator, first_number())
             self._entered = None
         out = inner(*args, **kwargs)
         if not ledger.in_backward and ledger.call.operator != operator:
-            ledger.begin(operator, next_number())
+            ledger.begin(operator, first_number())
         return out
 
     def _is_made(self, tensor: Tensor) -> bool:
@@ -223,7 +223,7 @@ class Meter(UncompiledMode):
         """Hand on what a block does that is not run: one call of what will be several."""
         ledger, self._entered = self.ledger, None
         like = ledger.executions[replayed.first]
-        ledger.begin(replayed.operator, next_number())
+        ledger.begin(replayed.operator, first_number())
         execution.saves = replayed.saves
         if len(execution.inputs) != len(like.inputs):
             raise UnlikeError
@@ -477,7 +477,7 @@ class Meter(UncompiledMode):
         elif strange:
             # The op's node, if it has one, was made before the op reached us.
             made = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            self.ledger.begin(reads[0], next_number() - made)
+            self.ledger.begin(reads[0], first_number() - made)
             self._entered = None
         self.ledger.call.reads_parameters |= self.ledger.call.operator in reads
         for operator in reads:

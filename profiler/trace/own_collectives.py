@@ -50,13 +50,16 @@ def own_collective(op: OpOverload, args: Sequence[Any]) -> tuple[Kind, int] | No
     if group is None:
         return None
     if name.startswith(_RECEIVING):
-        return Kind("broadcast", 2, 1), max(sizes, default=0)
+        source = next((one for one in args if isinstance(one, int)), group.rank())
+        return Kind("broadcast", 2, max(1, abs(source - group.rank()))), max(sizes, default=0)
     operation = next((one for begins, one in _OPERATIONS.items() if name.startswith(begins)), None)
     if operation is None:
         return None
     ranks = dist.get_process_group_ranks(group)
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    whole = len(ranks) * min(sizes, default=0) if operation == "all_gather" else max(sizes, default=0)
+    # Those that are not the one which gives or gets all have their own part only.
+    is_of_parts = name.startswith(("allgather", "gather", "scatter"))
+    whole = len(ranks) * min(sizes, default=0) if is_of_parts else max(sizes, default=0)
     return Kind(operation, len(ranks), stride), 0 if operation == "barrier" else whole
 
 

@@ -89,12 +89,14 @@ class Attending(nn.Module):
         return (torch.randn(batch, WIDTH),)
 
 
+def silent(work: Work) -> Work:
+    """Return work without its collectives, and their launches."""
+    return replace(work, collectives=(), launches=0)
+
+
 def with_and_without() -> tuple[ModelGraph, ModelGraph]:
     """Return the graph of that, and the same without its collectives."""
     graph = traced(Attending)
-
-    def silent(work: Work) -> Work:
-        return replace(work, collectives=())
 
     reruns = ("rerun", "selective_rerun", "apart_rerun", "apart_selective_rerun")
     blocks = []
@@ -200,3 +202,50 @@ def test_statistics_over_ranks_are_exchanged(dtype: torch.dtype) -> None:
         calls = trace_model(source, "fp32", "cuda", MICRO_BATCH, world_size=ranks).calls
         assert sent([call.forward for call in calls]) == (Sent([("all_gather", size * ranks)]) if size else Sent())
         assert sent([call.backward for call in calls]) == (Sent([("all_reduce", 2 * 6 * 4)]) if size else Sent())
+
+
+def test_work_is_the_same_on_any_number_of_ranks() -> None:
+    """The layer before it lost its backward to it, which began in an autograd function."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.SyncBatchNorm(64), nn.Linear(64, 8))
+
+    source = ModelSource("synchronized", build, lambda module, batch: ((torch.randn(batch, 8),), {}), 1)
+    alone, together = (trace_model(source, "fp32", "cuda", MICRO_BATCH, world_size=ranks) for ranks in (1, RANKS))
+    assert [(one.forward, one.backward) for one in alone.calls] != [
+        (one.forward, one.backward) for one in together.calls
+    ]
+    silenced = [(silent(call.forward), silent(call.backward)) for call in together.calls]
+    assert [(silent(call.forward), silent(call.backward)) for call in alone.calls] == silenced
+    products = [call.backward.matmul_flops(MICRO_BATCH) for call in together.calls]
+    assert products == [2 * MICRO_BATCH * 8 * 64, 0, 2 * 2 * MICRO_BATCH * 64 * 8], "weights, and what goes on back"
+
+
+class Allocating(torch.autograd.Function):
+    """The identity, which allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + x.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1
+
+
+class Starts(nn.Linear):
+    """A layer that begins with an autograd function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(Allocating.apply(x))  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_a_layer_that_begins_in_an_autograd_function_has_its_own_backward() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), Starts(64, 16), nn.Linear(16, 4))
+
+    source = ModelSource("begins", build, lambda module, batch: ((torch.randn(batch, 8),), {}), 1)
+    calls = trace_model(source, "fp32", "cuda", MICRO_BATCH).calls
+    expected = [2 * MICRO_BATCH * 8 * 64, 4 * MICRO_BATCH * 64 * 16, 4 * MICRO_BATCH * 16 * 4]
+    assert [call.backward.matmul_flops(MICRO_BATCH) for call in calls] == expected

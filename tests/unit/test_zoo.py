@@ -356,6 +356,17 @@ def test_a_file_is_named_as_a_shell_completes_it(tmp_path: Path, monkeypatch: py
     (tmp_path / "textwrap.py").write_text("def make(): ...")
     monkeypatch.chdir(tmp_path)
     assert "another module has the name textwrap" in refused("textwrap.py:make")
+    for name, words in (
+        ("v1.2/net.py", "no dots in names of folders"),
+        ("json/net.py", "another package has the name json"),
+        ("of_a_package/__init__.py", ""),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(file.read_text())
+        if words:
+            assert words in refused(f"{name}:make")
+        else:
+            assert load_model(f"{name}:make").name == f"{name}:make"
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     assert f"run from {file.parent}, with my_model.py:..." in refused("../of_files/my_model.py:make")
