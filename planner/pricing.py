@@ -106,23 +106,24 @@ def fullest(
     """
     again = agreed(space.model.stages, [choice.recompute for choice in choices])
     choices = [c if c.recompute == a else replace(c, recompute=a) for c, a in zip(choices, again, strict=True)]
-    rank, options = _fullest(space, load, choices, spanning, idle, limit_bytes)
-    if space.of_least_step is None:
+    resting = space.idle_strategies(load.cluster) if idle is None else idle
+    others = space.spanning_choices(spanning) | dict(zip(space.model.idle, resting, strict=True))
+    owners = _owners(space, choices, others, load.cluster)
+    rank, options = _fullest(space, load, choices, spanning, resting, owners, limit_bytes)
+    if (least := space.of_least_step) is None:
         return rank, options
-    decided = _decided_for(space.of_least_step, space, choices, spanning, idle, load.cluster)
-    held_bytes = peak_memory(fullest(space.of_least_step, load, *decided)[1], load).total_bytes
+    decided = _decided_for(least, space, choices, others)
+    held_bytes = peak_memory(_fullest(least, load, *decided, owners, limit_bytes)[1], load).total_bytes
     more_bytes = math.ceil(held_bytes - peak_memory(options, load).total_bytes)
     return rank, (replace(options[0], window=options[0].window + max(0, more_bytes)), *options[1:])
 
 
 def _decided_for(
-    other: Space, space: Space, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle, cluster: Cluster
+    other: Space, space: Space, choices: Sequence[StageDecision], others: Mapping[int, Strategy]
 ) -> tuple[list[StageDecision], tuple[Strategy, ...], tuple[Strategy, ...]]:
     """Return what a plan decides in a space with the same operators and fewer calls: of stages, of operators that run
-    in several and of those that never run."""
-    taken = space.spanning_choices(spanning)
-    taken |= zip(space.model.idle, space.idle_strategies(cluster) if idle is None else idle, strict=True)
-    again = dict[str, Recompute]()
+    in several and of those that never run; `others` are the strategies of the latter two in `space`."""
+    taken, again = dict(others), dict[str, Recompute]()
     for stage, choice in zip(space.model.stages, choices, strict=True):
         taken |= zip(stage.operators, choice.strategies, strict=True)
         again[stage.name] = choice.recompute
@@ -136,12 +137,17 @@ def _decided_for(
 
 
 def _fullest(
-    space: Space, load: Workload, choices: Sequence[StageDecision], spanning: Spanning, idle: Idle, limit_bytes: float
+    space: Space,
+    load: Workload,
+    choices: Sequence[StageDecision],
+    spanning: Spanning,
+    idle: Sequence[Strategy],
+    owners: Mapping[int, int],
+    limit_bytes: float,
 ) -> tuple[int, Options]:
     """Return the same in the step of a space, of choices that agree on each block."""
     least = dict(zip(space.model.idle, space.idle_strategies(load.cluster), strict=True))
-    resting = least if idle is None else dict(zip(space.model.idle, idle, strict=True))
-    owners = _owners(space, choices, space.spanning_choices(spanning) | resting, load.cluster)
+    resting = dict(zip(space.model.idle, idle, strict=True))
     if isinstance(spanning, tuple) and len(set(spanning)) == 1:
         spanning = spanning[0]  # as most plans say it, so that what is known of their stages is found
 

@@ -2,6 +2,7 @@
 
     consecutive operators of a stage with equal strategy     one unit of each kind (see `_Kind`)
     of those, what would stay gathered after a stage         a unit for each operator (see `_stays_gathered`)
+    of those, an operator that some steps leave out          a unit of its own
     an operator that one rank holds whole (`owner`)          a unit of its own: it has one owner
     a split operator                                         one unit per slice
     a spanning operator, an operator that is never called    a unit of its own
@@ -62,16 +63,20 @@ def join(
     operators: Iterable[int],
     choices: Iterable[tuple[Strategy, ...]],
     alone: frozenset[int] = frozenset(),
+    between: frozenset[int] = frozenset(),
 ) -> tuple[Unit, ...]:
     """Return the units of one stage's operators, given the strategies of each one's slices.
 
-    Operators in `alone` are not joined with others.
+    Operators in `alone` are not joined with others, and those `between` neither, but what is around them is.
     """
     units: list[tuple[list[int], Strategy, tuple[int, int] | None]] = []
     joinable: Strategy | None = None
     open_units: dict[_Kind, list[int]] = {}
     for operator, slices in zip(operators, choices, strict=True):
         count = len(slices)
+        if operator in between and count == 1:
+            units.append(([operator], slices[0], None))
+            continue
         for index, strategy in enumerate(slices):
             joins = count == 1 and strategy.spec.joins and operator not in alone
             if not (joins and strategy == joinable):
@@ -89,9 +94,12 @@ def join(
 
 def stage_units(model: StagedModel, stage: Stage, choices: Iterable[tuple[Strategy, ...]]) -> tuple[Unit, ...]:
     """Return the units of a stage's own operators, given the strategies of each one's slices."""
+    choices = [*choices]
     units = join(model.graph, stage.operators, choices, model.slices)
     if len(units) == 1 and units[0].slice is None and stage.block is not None:
         return (replace(units[0], whole_block=stage.block),)
+    if occasional := _occasional(stage):
+        units = join(model.graph, stage.operators, choices, model.slices, occasional)
     if not stage.repeats:
         return units
     apart = list[Unit]()
@@ -99,6 +107,14 @@ def stage_units(model: StagedModel, stage: Stage, choices: Iterable[tuple[Strate
         splits = len(unit.operators) > 1 and _stays_gathered(unit.operators, stage)
         apart += [replace(unit, operators=(one,)) for one in unit.operators] if splits else [unit]
     return tuple(apart)
+
+
+def _occasional(stage: Stage) -> frozenset[int]:
+    """Return the operators that some steps leave out: FSDP2 would keep all that is wrapped together with one of them
+    gathered there, as it shards modules when all of them have run."""
+    if not any(call.occasional for call in stage.calls):
+        return frozenset()
+    return frozenset(stage.operators) - {call.operator for call in stage.calls if not call.occasional}
 
 
 def _stays_gathered(operators: Collection[int], stage: Stage) -> bool:

@@ -6,16 +6,18 @@ which reduction's input is left, goes by the unit that runs next, and the one th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from profiler.model_graph import ModelGraph
 
+Range = tuple[int, int, int | None]
+"""The first call of a stage, one past its last, and its block."""
 
-def of_least_step(graph: ModelGraph) -> ModelGraph | None:
-    """Return a model's graph without the calls that are `Call.occasional`; None if there are none, or no others."""
+
+def of_least_step(graph: ModelGraph, ranges: Sequence[Range]) -> tuple[ModelGraph, list[Range]]:
+    """Return a model's graph without the calls that are `Call.occasional`, and what is left of each of its stages."""
     kept = [index for index, call in enumerate(graph.calls) if not call.occasional]
-    if len(kept) in (0, len(graph.calls)):
-        return None
     place = {index: at for at, index in enumerate(kept)}
     by_block = dict[int, list[int]]()
     for at, index in enumerate(kept):
@@ -32,4 +34,8 @@ def of_least_step(graph: ModelGraph) -> ModelGraph | None:
         number = classes.setdefault(left, len(classes))
         blocks.append(replace(one, first_call=places[0], last_call=places[-1] + 1, block_class=number))
     edges = tuple((place[one], place[other]) for one, other in graph.edges if one in place and other in place)
-    return replace(graph, calls=tuple(calls), blocks=tuple(blocks), edges=edges)
+    stages = list[Range]()
+    for start, stop, block in ranges:
+        if own := [place[index] for index in range(start, stop) if index in place]:
+            stages.append((own[0], own[-1] + 1, None if block is None else numbers[block]))
+    return replace(graph, calls=tuple(calls), blocks=tuple(blocks), edges=edges), stages

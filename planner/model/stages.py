@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import attrgetter
 
+from planner.model.least_step import of_least_step
 from profiler.affine import Affine
 from profiler.cluster.cluster import Cluster
 from profiler.model_graph import Call, ModelGraph, Parameter, Recompute
@@ -131,6 +132,8 @@ class StagedModel:
     """Operators that are never called: counted at rest with the first stage."""
     slices: frozenset[int] = frozenset()
     """Operators that are slices of one that was split (`planner.model.operator_split`): each is a unit of its own."""
+    idle_now: frozenset[int] = frozenset()
+    """Those of `idle` that are called in other steps, so that they have optimizer states."""
 
     @cached_property
     def by_first_call(self) -> tuple[int, ...]:
@@ -266,10 +269,18 @@ def _is_nested(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
     return any(path.startswith(around) for path in paths)
 
 
-def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
-    """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one."""
-    wholes, taken = _wholes(graph, slices), _takes(graph)
+def cut(graph: ModelGraph, slices: frozenset[int] = frozenset(), *, leaves_out: bool = False) -> StagedModel:
+    """Cut a model into stages, the same ones however its operators are split; `slices` are slices of one.
+
+    `leaves_out`: of the step that takes least (`of_least_step`), with what is left of the same stages.
+    """
+    wholes = _wholes(graph, slices)
     spanning = _spanning(graph, wholes)
+    ranges, every = _ranges(graph, spanning, wholes), {call.operator for call in graph.calls}
+    if leaves_out:
+        graph, ranges = of_least_step(graph, ranges)
+        spanning &= {call.operator for call in graph.calls}
+    taken = _takes(graph)
     last = {call.operator: index for index, call in enumerate(graph.calls)}
     first = {call.operator: index for index, call in reversed(list(enumerate(graph.calls)))}
     under_no_grad = _under_no_grad(graph)
@@ -280,7 +291,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
     without, prefetched = _without_backward(graph)
     classes: dict[object, int] = {}
     stages = []
-    for start, stop, block in _ranges(graph, spanning, wholes):
+    for start, stop, block in ranges:
         calls = graph.calls[start:stop]
         operators = tuple(dict.fromkeys(c.operator for c in calls if c.operator not in spanning))
         # Whether each spanning operator is yet to come, open, or over: it holds memory accordingly.
@@ -331,4 +342,4 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset()) -> StagedModel:
         )
     stage_of = [index for index, stage in enumerate(stages) for _ in stage.calls]
     spans = {o: (stage_of[first[o]], stage_of[last[o]]) for o in sorted(spanning)}
-    return StagedModel(graph, tuple(stages), spans, idle, slices)
+    return StagedModel(graph, tuple(stages), spans, idle, slices, frozenset(idle) & every)

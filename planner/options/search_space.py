@@ -27,7 +27,6 @@ from planner.cost.stage_costs import MeanUnitCosts, StageCosts, StageFrame, Unit
 from planner.cost.stage_option import Ambient, StageCandidate, StageOption, StageParts, StageUnits, ambient
 from planner.cost.workload import Workload
 from planner.model.fsdp_units import can_hold
-from planner.model.least_step import of_least_step
 from planner.model.operator_split import slice_operators, slice_starts
 from planner.model.stages import StagedModel, cut
 from planner.options.candidate_set import CandidateSet, Owned, Spanning, owned_ranges
@@ -48,6 +47,7 @@ Away = frozenset[int] | None
 
 NOWHERE: Away = frozenset()
 
+Splits = Mapping[int, int] | None
 Priced = tuple[tuple[StageDecision, ...], tuple[OptionList, ...]]
 """Choices of a class of stages, and the option of each on every rank that is looked at."""
 
@@ -59,9 +59,11 @@ class Space:
     `pins` restrict the search; they need a space in which nothing is split yet.
     """
 
-    def __init__(self, graph: ModelGraph, counts: Mapping[int, int] | None = None, pins: Pins = NO_PINS) -> None:
+    def __init__(
+        self, graph: ModelGraph, counts: Splits = None, pins: Pins = NO_PINS, leaves_out: bool = False
+    ) -> None:
         self.graph, self.counts, self.pins = graph, dict(counts or {}), pins
-        self.model: StagedModel = cut(*slice_operators(graph, self.counts))
+        self.model: StagedModel = cut(*slice_operators(graph, self.counts), leaves_out=leaves_out)
         self._check_pins()
         again = [None if stage.block is None else pins.recompute.get(stage.block) for stage in self.model.stages]
         taken = [tuple(map(pins.strategies.get, stage.operators)) for stage in self.model.stages]
@@ -108,8 +110,9 @@ class Space:
 
     @cached_property
     def of_least_step(self) -> Space | None:
-        """The same of the step that takes least, if that leaves out calls; only plans are priced in it."""
-        return Space(graph, self.counts) if (graph := of_least_step(self.graph)) else None
+        """The same of the step that takes least, if that leaves out some calls; only plans are priced in it."""
+        kinds = {call.occasional for call in self.model.graph.calls}
+        return Space(self.graph, self.counts, leaves_out=True) if len(kinds) > 1 else None
 
     # --- pins ---
 
@@ -231,10 +234,11 @@ class Space:
     def resting_bytes(
         self, idle: Mapping[int, Strategy], load: Workload, elsewhere: frozenset[int] = frozenset(), mean: bool = False
     ) -> int:
-        """Return the bytes of operators that are never called: parameters and windows, and no gradients."""
-        costs = self._unit_costs(load, mean)
-        units = [costs((o,), strategy, o in elsewhere)[0] for o, strategy in idle.items()]
-        return sum(unit.parameters + unit.window for unit in units)
+        """Return the bytes of operators that are never called; of those that other steps call, with all that rests."""
+        costs, sums = self._unit_costs(load, mean), load.accumulation > 1
+        units = {o: costs((o,), strategy, o in elsewhere)[0] for o, strategy in idle.items()}
+        states = (units[o].optimizer + sums * units[o].gradients for o in self.model.idle_now & units.keys())
+        return sum(states) + sum(unit.parameters + unit.window for unit in units.values())
 
     def _unit_costs(
         self, load: Workload, mean: bool = False, variant: object = None, model: StagedModel | None = None
