@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from planner.cost.shared_collectives import Parts, added
 from planner.cost.stage_costs import StageCosts, StageFrame, UnitCosts
 from planner.cost.stage_memory import Moment, Notes, StageMemoryWalk, highest_moments
-from planner.cost.staged_unit import StagedUnit, make_unit, runs_often
+from planner.cost.staged_unit import StagedUnit, make_unit, never_runs_back, runs_often
 from planner.cost.unit_memory import two_largest
 from planner.model.fsdp_units import stage_units
 from planner.model.stages import StagedModel
@@ -406,10 +406,13 @@ class StageUnits:
 
     def _make_backward_notes(self, again: bool, in_tail: bool) -> Notes:
         """Return the moments of its backward, and of what runs again in it."""
-        walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail, self._costs)
-        if self.frame.model.graph.trains and not walk.runs_back:
+        block, graph = self.frame.stage.block, self.frame.model.graph
+        if again and block is not None and graph.blocks[block].late:  # else what has no parameters may run again
+            again = any(unit.has_backward for unit in (*self.own, *self.here))
+        walk = StageMemoryWalk(self.frame, self.own, self.here, again, in_tail and again, self._costs)
+        if graph.trains and not walk.runs_back:
             walk.note_without_backward()
-        elif self.frame.model.graph.trains:
+        elif graph.trains:
             if again:
                 walk.recomputation()
             walk.backward()
@@ -445,7 +448,7 @@ class StageUnits:
             "updates": sum(unit.bytes.updates for unit in opened),
             "largest": largest,
             "second": second,
-            "reduced_after_backward": (sum(unit.left_over for unit in opened) if stage.without_backward else 0)
+            "reduced_after_backward": sum(unit.left_over for unit in opened)
             + sum(unit.bytes.unsharded + unit.bytes.full_gradients for unit in waiting)
             + max((unit.late_reduction for unit in waiting), default=0)
             - (0 if accumulates else sum(unit.bytes.gradients for unit in waiting))
@@ -479,6 +482,8 @@ def ambient(model: StagedModel, index: int, spanning: Mapping[int, Strategy], un
         stays = spanning[operator].keeps_unsharded or (operator in model.staying and not is_open)
         kept = unit.unsharded if stays else unit.secondary
         forward += unit.unsharded if is_open and not often else kept
+        if is_open and often and never_runs_back(model.graph, (operator,)):
+            is_open = False  # what its calls before have kept stays
         is_sharded = often and operator not in model.stages[index].left_unsharded
         backward += kept if not is_open else 0 if is_sharded else unit.unsharded
         gradients += unit.full_gradients if operator in model.stages[index].waits else 0

@@ -62,8 +62,8 @@ class StagedUnit:
     is_filled: bool
     """Whether it makes zeros in the place of gradients that some of its parameters have not."""
     left_over: int
-    """What stays of it until all backward is over, if none comes to it: what it has kept, and what FSDP2 has gathered
-    for it in vain."""
+    """What stays of it until all backward is over, if none comes to it, trained or frozen: what it has kept, and what
+    FSDP2 has gathered for it in vain."""
     left_by_rerun: int
     """What stays beside that where its block runs again: what an owner's broadcast fills then."""
     gathers_each_call: bool
@@ -84,7 +84,9 @@ class StagedUnit:
     @property
     def still_kept(self) -> int:
         """What is there of it before its backward in this stage."""
-        return self.bytes.unsharded if self.is_left_unsharded else self.kept if self.ends else 0
+        if self.is_left_unsharded:
+            return self.bytes.unsharded
+        return self.kept if self.ends else self.left_over  # no backward has come to its later calls either
 
     @property
     def prefetched(self) -> int:
@@ -138,6 +140,12 @@ def runs_often(graph: ModelGraph, operator: int) -> bool:
     return not others and not any(inside)
 
 
+def never_runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
+    """Return whether no backward comes to any call of operators that are frozen, with all that is inside."""
+    calls = [call.without_backward for call in graph.calls if call.operator in operators]
+    return all(calls) and not runs_back(graph, operators)
+
+
 def make_unit(
     frame: StageFrame, units: UnitCosts, operators: tuple[int, ...], strategy: Strategy, own: bool, elsewhere: bool
 ) -> StagedUnit:
@@ -155,8 +163,12 @@ def make_unit(
     unused = own and stage.without_backward != () and {*calls} <= {*stage.without_backward}
     unused = unused and (not stage.is_nested or len(stage.without_backward) == len(stage.calls))
     trains = not unused and (not late or runs_back(graph, operators))
+    # To some calls of what is frozen one may come: to those of a network that also runs on a target, say.
+    ends_in_vain = not unused and stage.calls[calls[-1]].without_backward and never_runs_back(graph, operators)
     has_backward = bool(with_backward) and (trains or not (unused or all(stage.calls[j].late for j in calls)))
-    prefetched = unused and calls[-1] in stage.prefetched_without_backward
+    has_backward = has_backward and not ends_in_vain
+    stays_to_end = unused or ends_in_vain
+    prefetched = stays_to_end and calls[-1] in stage.prefetched_without_backward
     late = late and trains
     reduces_here, ends = own or operators[0] in stage.reduced, own or operators[0] in stage.closes
     begins = own or operators[0] in stage.opens
@@ -179,7 +191,7 @@ def make_unit(
         closes=own or often or ends or sharded,
         reduces_here=reduces_here,
         ends=ends,
-        reduced_after_backward=not unused and (late or this is bottom or this.modules == bottom.modules),
+        reduced_after_backward=not stays_to_end and (late or this is bottom or this.modules == bottom.modules),
         is_left_unsharded=(often or sharded) and operators[0] in stage.left_unsharded,
         leaves_unsharded=(often or again) and late and bool(with_backward) and not reduces_here,
         own=own or often or again,
@@ -196,7 +208,7 @@ def make_unit(
         has_backward=has_backward,
         is_filled=frame.model.unused != frozenset()
         and as_reduced(parameters, strategy, frame.load.cluster.world_size, accumulates=repeats > 1) != (*parameters,),
-        left_over=_left_over(unit, strategy, prefetched) if unused else 0,
+        left_over=_left_over(unit, strategy, prefetched) if stays_to_end else 0,
         left_by_rerun=unit.unsharded if unused and spec.stalls and is_mixed and not strategy.keeps_unsharded else 0,
         is_prefetched=(has_backward or prefetched) and not (stays or spec.stalls or is_outside_fsdp),
         reopens=None if strategy.keeps_unsharded else reopens,
