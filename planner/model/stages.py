@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from operator import attrgetter
 
 from planner.model.least_step import of_least_step
@@ -252,6 +253,17 @@ def _under_no_grad(graph: ModelGraph) -> set[int]:
     return {i for i in ending if graph.calls[i].operator in going_on}
 
 
+def _frozen_in_vain(graph: ModelGraph) -> set[int]:
+    """Return the calls of frozen operators that no backward comes to though they return what needs a gradient, after
+    which one comes to what runs next: FSDP2 prefetches them for it.
+    """
+    calls = graph.calls
+    found = {i for i, call in enumerate(calls) if call.without_backward and not call.late}
+    blocks = {call.block for call in calls if not call.without_backward} - {None} if found else set()
+    recorded = [i for i, call in enumerate(calls) if i in found or not call.without_backward or call.block in blocks]
+    return {i for i, after in pairwise(recorded) if i in found and after not in found} if found else set()
+
+
 def runs_back(graph: ModelGraph, operators: tuple[int, ...]) -> bool:
     """Return whether operators that are handed nothing with a gradient have a backward: they, or some inside, train."""
     paths = tuple(f"{path}." for operator in operators for path in graph.operators[operator].modules)
@@ -289,6 +301,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset(), *, leaves_out: 
     last_read = {call.operator: index for index, call in with_backward if call.reads_parameters}
     idle = tuple(o for o in range(len(graph.operators)) if o not in first)
     without, prefetched = _without_backward(graph)
+    prefetched |= _frozen_in_vain(graph)
     classes: dict[object, int] = {}
     stages = []
     for start, stop, block in ranges:
@@ -304,7 +317,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset(), *, leaves_out: 
         left_unsharded = tuple(o for o in sorted(next_back) if next_back[o].late and runs_back(graph, (o,)))
         reopened = tuple(o for o in sorted(later) if later[o].reopens and first[o] < stop)
         none = [index - start for index in range(start, stop) if index in without] if without else []
-        unused_gathers = tuple([index for index in none if start + index in prefetched]) if none else ()
+        unused_gathers = tuple([i - start for i in range(start, stop) if i in prefetched]) if prefetched else ()
         key: object = (start,)
         holds_idle = bool(idle) and start == 0
         takes = () if block is None else taken.get(block, ())

@@ -82,6 +82,7 @@ CASES = [
     *product(ORDERS, NO_BACKWARD[:2], KEPT, (False, True), (False, True)),
     *product(ORDERS, NO_BACKWARD[2:], KEPT[:1], (False, True), (False, True)),
     *product(ORDERS, NO_BACKWARD[:2], SHARDED, (False, True), (False, True)),
+    *product(("before", "after", "between"), NO_BACKWARD[2:], ("shard", "group_shard:2"), (False, True), (False, True)),
 ]
 """Orders, why no backward comes, the frozen network's strategy, whether that is all others' too, and recomputation."""
 BOUNDS = {"secondary_shard:2": (-0.01, 0.1), "owner": (-0.003, 0.06)}
