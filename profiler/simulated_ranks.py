@@ -19,14 +19,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private; the same in torch 2.11 to 2.13
 from torch.utils._pytree import tree_map_only
 
-NAMESPACES = frozenset({"c10d", "_c10d_functional"})
-"""Of the ops that collectives are; private, read in torch 2.11 and 2.13."""
+from profiler.collective_ops import arguments_of, group_of
 
 
 @contextmanager
@@ -88,7 +86,7 @@ class Exchange(NamedTuple):
 
 def exchanged(op: OpOverload, args: Sequence[Any], out: Any) -> list[Exchange]:
     """Return what is known of what a collective leaves; of all else that it writes to nothing is."""
-    kind, group = op.overloadpacket, group_of(op, args)
+    kind, group = op.overloadpacket, group_of(arguments_of(op, args, {}))
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     factor = _factor(_last_reduction[-1] if _last_reduction else None, size)
     if kind in _REDUCED:
@@ -134,16 +132,6 @@ c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 _REDUCED = (c10d.allreduce_, c10d.allreduce_coalesced_, c10d.reduce_)
 _GATHERED = (c10d.allgather_, c10d.gather_)
 _UNCHANGED = [getattr(functional, name, None) for name in ("broadcast", "wait_tensor", "_wrap_tensor_autograd")]
-
-
-def group_of(op: OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:
-    """Return the group of a collective, None of an op that has none."""
-    for argument, given in zip(op._schema.arguments, args, strict=False):
-        if argument.name == "process_group":
-            return dist.ProcessGroup.unbox(given)
-        if argument.name == "group_name":
-            return given if isinstance(given, dist.ProcessGroup) else _resolve_process_group(given)
-    return None
 
 
 def _factor(reduction: Any, size: int) -> int:

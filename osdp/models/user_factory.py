@@ -202,7 +202,7 @@ def _name_of_file(spec: str, path: str) -> str:
         raise OsdpError(what, got=spec, expected=expected, advice=f"run from {file.parent}, with {file.name}:...")
     names = [one for one in file.relative_to(here).with_suffix("").parts if one != "__init__"]
     if any("." in one for one in names):
-        what, expected = f"{path} cannot be imported", "no dots in names of folders, and of the file but before py"
+        what, expected = f"{path} cannot be imported", "names of folders and of the file without dots, but for .py"
         raise OsdpError(what, got=spec, expected=expected, advice="rename it, or import it in a file elsewhere")
     return ".".join(names)
 

@@ -174,7 +174,7 @@ class StageMemoryWalk:
                 total += unit.still_kept if backward else unit.kept
             elif not opens or unit.first <= j:
                 total += unit.bytes.unsharded
-            elif not (backward or unit.reduces_here):
+            elif not (backward or unit.begins):
                 total += unit.kept
             elif unit.leaves_unsharded:
                 total += unit.bytes.unsharded

@@ -31,7 +31,10 @@ class StagedUnit:
     closes: bool
     """Whether it is sharded again in this stage."""
     reduces_here: bool
-    """Whether its first call of all is in this stage, where it is reduced, and what rests of it counts."""
+    """Whether its first call of all that has a backward is in this stage: it is reduced after that, and what rests of
+    it counts here."""
+    begins: bool
+    """Whether its first call of all is in this stage."""
     ends: bool
     """Whether its last call of all is in this stage."""
     reduced_after_backward: bool
@@ -190,6 +193,7 @@ def make_unit(
         opens=begins or ((often or again) and not strategy.keeps_unsharded),
         closes=own or often or ends or sharded,
         reduces_here=reduces_here,
+        begins=begins,
         ends=ends,
         reduced_after_backward=not stays_to_end and (late or this is bottom or this.modules == bottom.modules),
         is_left_unsharded=(often or sharded) and operators[0] in stage.left_unsharded,

@@ -344,9 +344,7 @@ def cut(graph: ModelGraph, slices: frozenset[int] = frozenset(), *, leaves_out: 
                 reopened=reopened,
                 takes=takes,
                 without_backward=tuple(none),
-                under_no_grad=tuple(index - start for index in range(start, stop) if index in under_no_grad)
-                if under_no_grad
-                else (),
+                under_no_grad=tuple(index - start for index in sorted(under_no_grad) if start <= index < stop),
                 reduced=tuple(o for o in sorted(spanning) if start <= first_back[o] < stop),
                 prefetched_without_backward=unused_gathers,
                 is_nested=_is_nested(graph, operators),

@@ -38,7 +38,7 @@ def all_used(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
 def as_reduced(
     parameters: Iterable[Parameter], strategy: Strategy, ranks: int, *, accumulates: bool
 ) -> tuple[Parameter, ...]:
-    """Return a unit's parameters, all of them reached where it reduces something for those too that the loss does not.
+    """Return a unit's parameters, all of them as used where it reduces something for the others too.
 
     What is all-reduced once per step has zeros for parameters without a gradient, where others of the unit have one
     (`runtime.torch_compat.reduce_all_or_none`).

@@ -49,8 +49,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from profiler.collective_ops import NAMESPACES
 from profiler.errors import OsdpError
-from profiler.simulated_ranks import NAMESPACES
 from profiler.trace import elementwise
 from profiler.trace.data_checks import is_one, passing_value
 from profiler.trace.even_draws import EvenDraws, spread

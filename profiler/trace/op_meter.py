@@ -375,7 +375,7 @@ class Meter(UncompiledMode):
         if op.writes:
             self.written.note(func, args, kwargs)
         if op.data.is_collective and len(foreign) in (0, len(tensors)):
-            self.ledger.tally.send(own_collective(func, args))
+            self.ledger.tally.send(own_collective(func, args, kwargs))
         if self._synthesize:
             if foreign and len(foreign) == len(tensors):  # constants of the model, which have data
                 out = without_sending(func, args, kwargs) if op.data.is_collective else func(*args, **kwargs)

@@ -1,15 +1,14 @@
-"""What the collectives are that a model runs itself, so that they can be priced: operation, group and size."""
+"""What the collectives that a model runs itself are priced as: operation, group and size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from profiler.simulated_ranks import group_of
-from profiler.trace.op_tensors import output_tensors
+from profiler.collective_ops import arguments_of, recorded
 
 
 class Kind(NamedTuple):
@@ -22,47 +21,27 @@ class Kind(NamedTuple):
     """Between neighbouring ranks of the group."""
 
 
-_OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
+_PRICED = {
+    **{one: one for one in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")},
     "gather": "all_gather",  # to one rank, which has as much to receive
     "scatter": "reduce_scatter",  # from one rank, which has as much to send
-    "monitoredbarrier": "barrier",
+    "recv": "broadcast",  # among two; what is sent meanwhile takes no more time
     "barrier": "barrier",
 }
-"""By how an op's name begins, without underscores; the first that fits."""
-_RECEIVING = ("recv", "irecv")
-"""What waits for another rank; what is sent to others meanwhile takes no more time."""
+"""By operation, as what it is priced."""
 
 
-def own_collective(op: OpOverload, args: Sequence[Any]) -> tuple[Kind, int] | None:
-    """Return what an op of PyTorch's collectives is, and its bytes; None if it is not one, as waiting for one is not.
+def own_collective(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Kind, int] | None:
+    """Return what an op of PyTorch's collectives is priced as, and its bytes; None if it is not, as waiting is not.
 
     The bytes are those of the whole tensor, as `planner.collectives.collective_s` takes it.
     """
-    name = op._schema.name.split("::")[1].replace("_", "")
-    sizes = [size for arg in args if (size := _bytes_of(arg))]
-    group = group_of(op, args)
-    if group is None:
+    found = recorded(op, args, kwargs)
+    if found is None or found.operation not in _PRICED:
         return None
-    if name.startswith(_RECEIVING):
-        source = next((one for one in args if isinstance(one, int)), group.rank())
-        return Kind("broadcast", 2, max(1, abs(source - group.rank()))), max(sizes, default=0)
-    operation = next((one for begins, one in _OPERATIONS.items() if name.startswith(begins)), None)
-    if operation is None:
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    # Those that are not the one which gives or gets all have their own part only.
-    is_of_parts = name.startswith(("allgather", "gather", "scatter"))
-    whole = len(ranks) * min(sizes, default=0) if is_of_parts else max(sizes, default=0)
-    return Kind(operation, len(ranks), stride), 0 if operation == "barrier" else whole
-
-
-def _bytes_of(argument: Any) -> int:
-    """Return the bytes of a tensor, or of all in a list of them."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in output_tensors(argument))
+    ranks = found.ranks
+    if found.operation == "recv":
+        source = arguments_of(op, args, kwargs).get("src")
+        ranks = ranks[:2] if source is None else (dist.get_rank(), ranks[source])
+    stride = abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 1
+    return Kind(_PRICED[found.operation], len(ranks), stride), found.size_bytes

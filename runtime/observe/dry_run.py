@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.collective_ops import NAMESPACES
 from profiler.errors import OsdpError
 from profiler.fake_devices import modules_converted
 from profiler.garbage_collection import without_garbage_collection
-from profiler.simulated_ranks import NAMESPACES, alike_ranks, exchanged, simulated_ranks
+from profiler.simulated_ranks import alike_ranks, exchanged, simulated_ranks
 from runtime.apply_schedule import apply_schedule
 from runtime.fully_shard_compat import few_chunks
 from runtime.observe.allocation_trace import AllocationRecorder, AllocationTrace

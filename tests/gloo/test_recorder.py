@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.observe.collective_log import Recorded, record_collectives
+from profiler.collective_ops import Recorded
+from runtime.observe.collective_log import record_collectives
 
 WORLD = (0, 1, 2, 3)
 FLOAT, HALF = torch.float32, torch.bfloat16

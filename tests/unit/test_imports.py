@@ -37,6 +37,7 @@ SHARED = frozenset(
     f"profiler.{name}"
     for name in (
         "alias_outputs",
+        "collective_ops",
         "computed_attributes",
         "early_stops",
         "fake_devices",

@@ -92,3 +92,50 @@ def test_what_has_no_backward_waits_for_nothing(order: str, kind: str, strategy:
     again, accumulation = ([block.name for block in graph.blocks], 1) if recomputed else ([], 2)
     plan = plan_of(graph, machine, choices, again, micro_batch=4, accumulation=accumulation)
     assert -0.004 <= compare(plan, source, graph, machine).error <= 0.03
+
+
+class Peaking(nn.Module):
+    """A layer that has run under `no_grad` before, after one whose forward makes large temporaries."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.first, self.shared = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16, WIDTH) -> the same."""
+        x = x + self.first(self.norm(x))
+        with torch.no_grad():
+            noise = (x.unsqueeze(-1) * torch.zeros(512)).sum(-1)
+        made: Tensor = x + torch.tanh(self.shared(x + noise))
+        return made
+
+
+class Targets(nn.Module):
+    """Adds what a wide layer made of the input, without a gradient, and runs that layer once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH))
+        self.first, self.shared = nn.Linear(WIDTH, WIDTH), wide
+        self.blocks = nn.ModuleList([plain(), Peaking(wide)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16, WIDTH) -> a loss."""
+        with torch.no_grad():
+            target = self.shared(x)
+        x = self.first(x) + target
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["secondary_shard:2", "shard_grad", "shard"])
+def test_what_a_run_without_backward_keeps_is_there_in_forward(strategy: str) -> None:
+    """The copy of an earlier run, in the forward of the stage in which the layer runs again."""
+    inputs = lambda _, batch: ((torch.randn(batch, 16, WIDTH),), {})  # noqa: E731
+    source = ModelSource("targets", Targets, inputs, 1)
+    graph, machine = trace_model(source), cluster(2, 2)
+    plan = plan_of(graph, machine, {one.name: strategy for one in graph.operators}, micro_batch=1)
+    found = compare(plan, source, graph, machine)
+    assert found.tracked_phase == "forward"
+    assert -0.002 <= found.error <= 0.02

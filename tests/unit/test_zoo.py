@@ -357,7 +357,7 @@ def test_a_file_is_named_as_a_shell_completes_it(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert "another module has the name textwrap" in refused("textwrap.py:make")
     for name, words in (
-        ("v1.2/net.py", "no dots in names of folders"),
+        ("v1.2/net.py", "names of folders and of the file without dots"),
         ("json/net.py", "another package has the name json"),
         ("of_a_package/__init__.py", ""),
     ):

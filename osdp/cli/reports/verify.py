@@ -81,6 +81,7 @@ def _difference(size_bytes: int) -> str:
 
 
 def verdict(found: Verified) -> str:
+    """Return whether the prediction holds, by which bounds, and whether the allocator fits."""
     bounds = f"between {-MOST_TOO_LOW:.0%} and +{MOST_TOO_HIGH:.0%}"
     if not -MOST_TOO_LOW <= found.error <= MOST_TOO_HIGH:
         bounds += f", or {format_bytes(ROUNDING_BYTES)} either way,"
